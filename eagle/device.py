@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 RETIMED_AFTER = 60.0  # seconds for which a chosen number of threads stays
-LOAD_CHANGE = 0.5  # processes that come or go, from which on the number of threads is timed again
+# change of the load average, in processes, from which on the number of threads is timed again
+LOAD_CHANGE = 0.5
 PINNED = {"cuda"}  # devices that copy from page-locked memory while they compute
 
 
@@ -26,7 +27,7 @@ def best_device() -> str:
 
 
 def check_device(name: Any) -> str:
-    """Return the name of a device that is there; "auto" is the best one."""
+    """Return the name of a device; refuse one that torch does not have here. "auto" becomes the best one."""
     if isinstance(name, torch.device):
         name = str(name)
     try:
@@ -46,7 +47,10 @@ def check_device(name: Any) -> str:
 
 
 def fastest_dtype(device: str) -> torch.dtype:
-    """Return bf16 where the device multiplies it by instructions of its own, else fp32: the same in every process."""
+    """Return bf16 where the device has instructions that multiply it, else fp32.
+
+    It is read off the device and not timed, so that all processes of a run decide alike.
+    """
     if device == "cpu":
         return torch.bfloat16 if multiplies_bf16(cpu_capabilities()) else torch.float32
     if device == "cuda":
@@ -55,6 +59,7 @@ def fastest_dtype(device: str) -> torch.dtype:
             if torch.cuda.is_bf16_supported(including_emulation=False)
             else torch.float32
         )
+    # other devices do not tell: a small product shows it
     try:
         matrix = torch.ones(2, 2, dtype=torch.bfloat16, device=device)
         matrix @ matrix
@@ -98,19 +103,21 @@ def set_fastest_threads(
     Tries 1, 2, 4, ... up to `max_threads`, in turns, for about `seconds`. More threads must be clearly faster: on a
     busy machine they wait for one another.
     """
+    # 1, 2, 4, ... and `max_threads`, which need not be a power of two
     times: dict[int, list[float]] = {2**power: [] for power in range(max_threads.bit_length())}
     times[max_threads] = []
     begin = clock()
-    # the first forward of each number warms up
+    # two rounds at least, as the first forward of each number only warms up
     while len(times) > 1 and (len(times[max_threads]) < 2 or clock() - begin < seconds):
         for count, seconds_of_count in times.items():
             torch.set_num_threads(count)
             start = clock()
             forward()
             seconds_of_count.append(clock() - start)
-    # medians: a job beside this one may have taken one of the forwards
+    # medians, as another job may have slowed down one of the forwards
     best = 1
     for count in times:
+        # clearly faster: by a tenth of the time
         if count > 1 and median(times[count][1:]) < 0.9 * median(times[best][1:]):
             best = count
     torch.set_num_threads(best)
@@ -121,7 +128,13 @@ class ThreadsOfLongWork:
     """torch's number of threads for work of hours: timed at its start, and again when other jobs come or go.
 
     `settle` is for work whose results do not depend on the number of threads, but for rounding; `faster` is for
-    measurements, which keep the one that they began with. `most` is given where a number was chosen just now.
+    measurements, which keep the one that they began with.
+
+    Args:
+        forward: The work that is timed with each number of threads.
+        clock: Returns seconds.
+        load: Returns the load of the machine; by default the system's load average.
+        most: The largest number to try, given where a number was chosen just now, so that it is not timed at once.
     """
 
     def __init__(
@@ -135,54 +148,62 @@ class ThreadsOfLongWork:
         self.clock = clock
         self.load = load or load_of_machine
         self.max_threads = most or torch.get_num_threads()
-        self.times = 0
+        self.timing_count = 0
         self.timed_at = 0.0
-        self.load_then = 0.0
+        self.load_when_timed = 0.0
         if most is not None:
-            self._note()
+            self._record_timing()
 
     def settle(self) -> int:
-        """Time the numbers of threads where that is due; return the one that is set."""
+        """Time the numbers of threads if that is due, and set the fastest; return the number that is set now."""
         before = torch.get_num_threads()
         if not self._is_due():
             return before
-        is_first = self.times == 0
-        best = self._time()
+        is_first = self.timing_count == 0
+        best = self._time_threads()
         if is_first or best != before:
             print(f"threads: {best} of {self.max_threads}, by timing", file=sys.stderr)
         return best
 
     def faster(self) -> int | None:
-        """Time the numbers of threads where that is due; return one that is faster than the one set, which stays."""
+        """Time the numbers of threads if that is due; return one that is faster than the current one, which stays set.
+
+        None says that no other is faster, or that no timing is due.
+        """
         if not self._is_due():
             return None
         before = torch.get_num_threads()
-        best = self._time()
+        best = self._time_threads()
         torch.set_num_threads(before)
         return None if best == before else best
 
-    def _time(self) -> int:
+    def _time_threads(self) -> int:
         best = set_fastest_threads(self.forward, self.max_threads, clock=self.clock)
-        self._note()
+        self._record_timing()
         return best
 
-    def _note(self) -> None:
-        """Note that the numbers were timed now, and at which load."""
-        self.times += 1
+    def _record_timing(self) -> None:
+        """Record that the numbers of threads were timed now, and at which load."""
+        self.timing_count += 1
         self.timed_at = self.clock()
-        self.load_then = self.load()
+        self.load_when_timed = self.load()
 
     def _is_due(self) -> bool:
-        """Whether to time: at first, a minute later, when the start of the work is over, and at another load."""
+        """Return whether to time the numbers of threads now.
+
+        They are timed at the first call, again a minute later, when the start of the work is over, and from then on
+        when the load of the machine has changed, at most once a minute.
+        """
+        # there is nothing to choose from
         if self.max_threads == 1:
             return False
-        if self.times == 0:
+        if self.timing_count == 0:
             return True
         if self.clock() - self.timed_at < RETIMED_AFTER:
             return False
-        # nan, a load that is not known, is never the same
-        is_same_load = abs(self.load() - self.load_then) < LOAD_CHANGE
-        return self.times == 1 or not is_same_load
+        # an unknown load is nan, which never counts as the same
+        is_same_load = abs(self.load() - self.load_when_timed) < LOAD_CHANGE
+        return self.timing_count == 1 or not is_same_load
 
 
 def load_of_machine() -> float:
@@ -195,7 +216,7 @@ def load_of_machine() -> float:
 
 def in_dtype(module: Any, dtype: torch.dtype) -> Any:
     """Cast a module's weights in place; buffers that are not saved, such as rotary frequencies, stay fp32."""
-    # what a checkpoint holds, and nothing else
+    # the state dict has the tensors that a checkpoint holds, without the unsaved buffers
     for tensor in module.state_dict(keep_vars=True).values():
         if tensor.is_floating_point():
             tensor.data = tensor.data.to(dtype)
@@ -215,7 +236,7 @@ def must_wait(device: torch.device) -> bool:
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return tensors of one dtype in host memory, by one transfer, for which the host waits.
 
-    Decoding waits here alone.
+    This is the only place where decoding waits for the device.
     """
     if len(tensors) < 2:
         return [tensor.cpu() for tensor in tensors]
@@ -225,7 +246,7 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def pick_rows(tensor: Tensor, rows: Sequence[int]) -> Tensor:
-    """Return these rows of [B, ..], without waiting; all of them, in their order, without a copy."""
+    """Return these rows of [B, ..] without waiting for the device; `tensor` itself if they are all rows in order."""
     if len(rows) == len(tensor) and list(rows) == list(range(len(rows))):
         return tensor
     return tensor[upload(torch.tensor(rows), tensor.device)]

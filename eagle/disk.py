@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 LOCK = ".lock"
-ATTEMPTS = 1000  # at a lock whose folder other runs make and remove
+ATTEMPTS = 1000  # to take a lock, before giving up: other runs may remove the file or its folder in between
 
 
 class DiskError(ValueError):
@@ -48,7 +48,8 @@ def lock_path(path: str | Path, *, hold: bool = True) -> Iterator[None]:
 
 
 @contextmanager
-def _hold_lock(lock: Path, what: Path, hold: bool, wait: bool) -> Iterator[None]:
+def _hold_lock(lock: Path, protected: Path, hold: bool, wait: bool) -> Iterator[None]:
+    """Lock the file `lock`, and remove it at the end of the block; messages name the `protected` path."""
     if not hold:
         yield
         return
@@ -56,11 +57,12 @@ def _hold_lock(lock: Path, what: Path, hold: bool, wait: bool) -> Iterator[None]
     new_folders = [folder for folder in lock.parents if not folder.exists()]
     file = None
     try:
-        file = _acquire(lock, what, wait)
+        file = _acquire(lock, protected, wait)
         yield
     finally:
         if file is not None:
-            # removed before it is free: a run that waits sees by its inode that it must open another
+            # removed while it is still locked: a run that waits for it sees that the path has another inode or none,
+            # and opens a new file
             lock.unlink(missing_ok=True)
             file.close()
         with suppress(OSError):
@@ -68,47 +70,50 @@ def _hold_lock(lock: Path, what: Path, hold: bool, wait: bool) -> Iterator[None]
                 folder.rmdir()
 
 
-def _acquire(lock: Path, what: Path, wait: bool) -> TextIO | None:
+def _acquire(lock: Path, protected: Path, wait: bool) -> TextIO | None:
     """Return the lock file, locked by this process; None, with a warning, where the filesystem has no locks."""
     fault: OSError | None = None
     for _ in range(ATTEMPTS):
         try:
             lock.parent.mkdir(parents=True, exist_ok=True)
-            file = _lock_file(lock, what, wait)
+            file = _lock_file(lock, protected, wait)
             if file:
                 return file
-        except (
-            FileNotFoundError
-        ) as error:  # another run has just removed the folder, empty; or none can be made there
+        except FileNotFoundError as error:
+            # another run has just removed the empty folder, or no folder can be made there: try again
             fault = error
-        except OSError as error:  # read-only, or a network's filesystem without locks
+        except OSError as error:
+            # the folder is read-only, or on a network's filesystem without locks
             if not lock.parent.is_dir():
-                raise ValueError(f"{what} cannot be written: {error}") from None
+                raise ValueError(f"{protected} cannot be written: {error}") from None
             print(
-                f"no lock on {what} ({error.strerror}): start no second run that writes it",
+                f"no lock on {protected} ({error.strerror}): start no second run that writes it",
                 file=sys.stderr,
             )
             return None
     reason = fault or "other runs begin and end there without a pause"
     raise ValueError(
-        f"{what} cannot be written: {reason}. Name a folder on a disk that can be written"
+        f"{protected} cannot be written: {reason}. Name a folder on a disk that can be written"
     )
 
 
-def _lock_file(path: Path, what: Path, wait: bool) -> TextIO | None:
-    """Open and lock the file; None if a run that has ended removed it meanwhile."""
+def _lock_file(path: Path, protected: Path, wait: bool) -> TextIO | None:
+    """Open and lock the file; None if a run that has ended removed it meanwhile, so that another must be opened."""
     file = path.open("a+", encoding="utf-8")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.seek(0)
         if wait:
-            print(f"waiting for the run that is writing {what} ({file.read()})", file=sys.stderr)
+            print(
+                f"waiting for the run that is writing {protected} ({file.read()})", file=sys.stderr
+            )
             fcntl.flock(file, fcntl.LOCK_EX)
+            # the other run removed the file before it freed the lock
             file.close()
             return None
         raise ValueError(
-            f"another run is writing {what} ({file.read() or 'it began just now'}): wait for its end, stop it, "
+            f"another run is writing {protected} ({file.read() or 'it began just now'}): wait for its end, stop it, "
             "or write somewhere else"
         ) from None
     # the run that held the lock may have removed this file between opening and locking
@@ -132,16 +137,16 @@ def replacing(path: str | Path) -> Iterator[Path]:
     path = Path(path)
     if path.is_dir():
         raise ValueError(f"{path} is a folder: name a file to write")
-    # a device or a pipe, as /dev/stdout, is written to
+    # a device or a pipe, as /dev/stdout, is written to and not replaced
     if path.exists() and not path.is_file():
         yield path
         return
-    # a link stays, and its file is replaced
+    # a symbolic link stays, and the file that it leads to is replaced
     path = path.resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
     part = part_file(path)
     part.touch(exist_ok=False)
-    # by the umask: safetensors would leave a file that only its owner can read
+    # the mode that the umask gives, set again below: safetensors would leave a file that only its owner can read
     mode = part.stat().st_mode
     try:
         yield part
@@ -160,6 +165,7 @@ def write_whole(path: str | Path, pieces: Iterable[bytes]) -> None:
     with replacing(path) as part, part.open("wb") as file:
         file.writelines(pieces)
         file.flush()
+        # a device or a pipe, which `replacing` lets write directly, cannot be flushed to a disk
         if part.is_file():
             os.fsync(file.fileno())
 
@@ -180,7 +186,8 @@ def write_tensors(
                 torch.save(tensors, part)
             else:
                 save_file(tensors, part, metadata)
-        except (SafetensorError, RuntimeError) as error:  # of both, on a full disk
+        # save_file and torch.save raise these on a full disk
+        except (SafetensorError, RuntimeError) as error:
             raise DiskError(
                 f"{path} cannot be written: {error}. Make room, or name a folder elsewhere"
             ) from error
@@ -200,6 +207,7 @@ def open_tensors(path: str | Path) -> Iterator[Any]:
 
 def apply_umask(folder: Path) -> None:
     """Give all files in a folder the mode of a new file, whatever the library that wrote them chose."""
+    # a new file shows the mode that the umask gives
     probe = part_file(folder / "mode")
     probe.touch()
     mode = probe.stat().st_mode
@@ -219,7 +227,7 @@ def sha256(path: Path) -> str:
 
 
 def describe_bytes(count: float) -> str:
-    """Return a size with three digits, in the unit that it is read in."""
+    """Return a number of bytes in words: three digits and a fitting unit, as `1.5 GB`."""
     unit = "bytes"
     for larger in ("kB", "MB", "GB", "TB"):
         if count < 1000:

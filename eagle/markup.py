@@ -16,7 +16,10 @@ class Html(str):
 
 
 def readable(text: object) -> str:
-    """Return the text with its control, direction and half characters spelt out, so that they act on nothing."""
+    """Return the text with control characters, direction marks and lone surrogates spelt out as ⟨U+....⟩.
+
+    A page that shows text of models and data is then not changed by it.
+    """
     characters = []
     for character in str(text):
         is_harmless = character.isprintable() or character in PLAIN

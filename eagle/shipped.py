@@ -61,7 +61,7 @@ def check_shipped_head() -> None:
 
 def commit() -> str:
     """Return the git commit that figures are measured at; of an installed package, its version."""
-    # git would tell of the repository that an installation lies in
+    # inside an installed package git would report the commit of whatever repository surrounds it
     if STAGES.parent == PACKAGE:
         return f"eagle {__version__}"
     command = ["git", "rev-parse", "--short", "HEAD"]
@@ -72,6 +72,8 @@ def commit() -> str:
 def move_to_target(values: Any, original: Any, overridden: set[str]) -> Any:
     """Move paths in `runs/RECIPE/` to `runs/TARGET/` if an override has replaced the target.
 
+    A run for another target then does not overwrite the files of the recipe's own.
+
     Args:
         values: A recipe with its overrides.
         original: The recipe without them.
@@ -81,11 +83,16 @@ def move_to_target(values: Any, original: Any, overridden: set[str]) -> Any:
         folder = Path(original["train"]["out"]).parent
         old_name = _target_name(original["target"])
         new_name = _target_name(values["target"])
-    except (KeyError, TypeError, AttributeError):  # which parsing explains
+    except (
+        KeyError,
+        TypeError,
+        AttributeError,
+    ):  # of a malformed recipe, which parsing refuses later
         return values
     if new_name == old_name:
         return values
 
+    # `key` is dotted, as in an override
     def move(value: Any, key: str) -> Any:
         if key in overridden or key == "target":
             return value

@@ -20,21 +20,27 @@ def hide_users(text: str) -> str:
     return USER.sub("***@", text)
 
 
-def check_address(address: str, name: str, instead: str) -> str:
-    """Return the address of a server; one that holds a user or a key is refused without showing it."""
+def check_address(address: str, name: str, advice: str) -> str:
+    """Return the address of a server; refuse one that holds a user or a key, without showing it.
+
+    Args:
+        address: The address.
+        name: What messages call it.
+        advice: What to do where it holds a user or a key, as a refusal says it.
+    """
     if not address.lower().startswith(("http://", "https://")):
-        # what is before an @ may be a key
+        # the part before an @ may be a key, so it is not shown
         shown = "no address" if "@" in address else repr(address)
         raise ValueError(f"{name} is {shown}, expected an address such as http://localhost:8000/v1")
     if USER.search(address):
         raise ValueError(
-            f"{name} holds a user or a key before its @, where others would read it: {instead}"
+            f"{name} holds a user or a key before its @, where others would read it: {advice}"
         )
     return address
 
 
 class ReaderUntil(RawIOBase):
-    """What a socket receives until a deadline, however often a byte comes."""
+    """The raw stream of a socket, whose reads end at a deadline even if bytes keep coming."""
 
     def __init__(self, sock: Any, raw: Any, deadline: float) -> None:
         self.sock = sock
@@ -75,7 +81,7 @@ def make_opener(connect_seconds: float | None = None) -> OpenerDirector:
 
     def connect(connection: Any, connect_socket: Callable[[], None]) -> None:
         seconds = connection.timeout
-        # the deadline is that of one request: a response that comes before it may be read until then
+        # a connection serves one request, whose deadline begins here and holds for the response, too
         connection.response_class = partial(ResponseUntil, deadline=monotonic() + seconds)
         connection.timeout = seconds if connect_seconds is None else connect_seconds
         connect_socket()

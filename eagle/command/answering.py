@@ -54,7 +54,8 @@ def stream_text(
 ) -> TimedTrace:
     """Decode an answer, writing each piece of its text as soon as it is complete, until it ends or `is_stopped`.
 
-    A prefix that the target's last text shares is not read again: `target.forget()` before what is timed whole.
+    A target keeps the KV cache of its last sequence and does not read a shared prefix again: where the prefill is to
+    be timed, call `target.forget()` first.
     """
     spell = Spelling(target.tokenizer)
     trace = Trace([])
@@ -73,6 +74,7 @@ def stream_text(
             if text:
                 write(text, is_drafted)
     cycles.close()
+    # characters whose last token did not come
     rest = spell.rest()
     if rest:
         write(rest, False)
@@ -80,7 +82,10 @@ def stream_text(
 
 
 def writer_to(out: TextIO, coloured: bool) -> Write:
-    """Return what writes pieces of an answer: drafted ones in green, to a terminal without control characters."""
+    """Return a function that writes pieces of an answer to `out`, drafted ones in green if `coloured`.
+
+    A terminal gets no control characters, as an answer must not move its cursor.
+    """
 
     def write(text: str, is_drafted: bool) -> None:
         if out.isatty():
@@ -99,7 +104,7 @@ def supports_colour(out: TextIO) -> bool:
 
 
 def parse_options(pairs: Sequence[str]) -> dict[str, Any]:
-    """Return options of a drafter from KEY=VALUE each, the values as YAML."""
+    """Return the options of a drafter from words KEY=VALUE, whose values are YAML."""
     options: dict[str, Any] = {}
     for pair in pairs:
         lay_over(options, pair)

@@ -56,7 +56,7 @@ class Pace:
 
     def add(self, answer: TimedTrace) -> None:
         """Count an answer."""
-        # the prompt's forward and its token are not counted: both ways pay the same for them
+        # the prompt's forward and its token are not counted, as they cost the same with drafts and without
         self.tokens += sum(cycle.committed for cycle in answer.trace.cycles)
         self.seconds += answer.seconds - answer.prompt_seconds
 
@@ -70,7 +70,7 @@ class Chat:
         self.target = target
         self.sampling = sampling
         self.max_new_tokens = max_new_tokens
-        # by whether answers are drafted
+        # with drafts (True) or without (False)
         self.drafters = {True: drafter, False: load_drafter("none", target)}
         self.paces = {True: Pace(), False: Pace()}
         self.drafts = True
@@ -93,7 +93,7 @@ class Chat:
                 f"the chat template refuses these messages: {error}; /system without a text removes the system "
                 "message, /reset forgets the conversation"
             ) from None
-        # an answer ends at the model's last position
+        # an answer ends at the model's last position, so some must be left
         room = self.target.room(prompt)
         if not room:
             raise ValueError(
@@ -117,7 +117,8 @@ class Chat:
     def describe(self, answer: TimedTrace) -> str:
         """Return a line on the last answer: tokens per forward, speed, and the gain of drafts where both were timed.
 
-        The speed of this answer is compared with that of all answers of this session that were written the other way.
+        If it was drafted, its speed is compared with that of all plain answers of this session, else with that of all
+        drafted ones.
         """
         trace = answer.trace
         pace = Pace()
@@ -135,7 +136,7 @@ class Chat:
         return text
 
     def _compare(self, speed: float, other_speed: float | None) -> str:
-        """Return a phrase on drafts against plain decoding, once both were timed."""
+        """Return a phrase that compares an answer's speed with the other way of decoding, once both were timed."""
         if other_speed is None:
             return "; /plain answers without drafts, to compare" if self.drafts else ""
         if self.drafts:
@@ -143,7 +144,7 @@ class Chat:
         return f"; with drafts {other_speed / speed:.2f} × as fast ({other_speed:.0f})"
 
     def command(self, line: str) -> str:
-        """Obey a line that begins with `/`, but /quit; return what is to be said of it."""
+        """Obey a line that begins with `/`, except /quit; return the message that confirms it."""
         name, _, rest = line.partition(" ")
         rest = rest.strip()
         if rest and name in ("/help", "/plain", "/draft", "/reset"):
@@ -181,7 +182,10 @@ class Chat:
 
 @contextmanager
 def noting_interrupt() -> Iterator[Callable[[], bool]]:
-    """Note the first Ctrl-C in the block, for the function that is yielded to tell; a second one interrupts."""
+    """Catch the first Ctrl-C in the block, and yield a function that says whether it came.
+
+    So a Ctrl-C stops an answer and not the program; a second one raises KeyboardInterrupt.
+    """
     received: list[int] = []
 
     def note(signal_number: int, frame: FrameType | None) -> None:
@@ -196,7 +200,7 @@ def noting_interrupt() -> Iterator[Callable[[], bool]]:
 
 
 def read_lines() -> Iterator[str]:
-    """Yield the lines that a user types at a prompt, or that are piped in, to their end."""
+    """Yield the lines that a user types at a prompt, or that are piped in, until the input ends."""
     if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
     if not sys.stdin.isatty():
@@ -219,7 +223,7 @@ def read_lines() -> Iterator[str]:
 
 
 def converse(chat: Chat, write: Write) -> None:
-    """Answer lines and obey commands until the input ends; an error that a user can mend is told and ends nothing."""
+    """Answer lines and obey commands until the input ends or /quit; print an error that a user can mend, and go on."""
     for line in read_lines():
         if line.partition(" ")[0] == "/quit":
             return
@@ -249,7 +253,7 @@ def talk(args: argparse.Namespace) -> None:
     if sys.stdin.isatty():
         green = ", and drafted text is green" if coloured else ""
         print(f"/help lists commands, Ctrl-D leaves{green}", file=sys.stderr)
-    # a stopped answer is no stopped command
+    # in a conversation Ctrl-C stops an answer or a line, and not the command as in other verbs
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         converse(chat, writer_to(sys.stdout, coloured))
@@ -265,4 +269,5 @@ def warm_up(chat: Chat) -> None:
         choose_threads(partial(generate, target, chat.drafters[False], prompt, max_new_tokens=2))
     for drafter in chat.drafters.values():
         generate(target, drafter, prompt, max_new_tokens=8)
+    # the first answer must not find a prefix of its prompt in the cache
     target.forget()

@@ -58,6 +58,7 @@ def copy_to(path: Path, name: str, text: str) -> None:
 def first_lines() -> dict[str, str]:
     """Return the first line of each recipe by its name: those of models first, then those in `FOLDERS`."""
 
+    # False sorts first: recipes of models by name, then the others by the order of their folders in `FOLDERS`
     def rank(name: str) -> tuple[bool, int]:
         folder = name.split("/")[0]
         return folder in FOLDERS, [*FOLDERS, folder].index(folder)
@@ -69,7 +70,7 @@ def first_lines() -> dict[str, str]:
 
 
 def listing(recipes: Mapping[str, str]) -> str:
-    """Return the names by folder, each with its line."""
+    """Return what `eagle recipes` prints: the names by folder, each with the first line of its recipe."""
     lines = []
     for folder, names in groupby(recipes, key=lambda name: name.split("/")[0]):
         about = f": {FOLDERS[folder]}" if folder in FOLDERS else ""

@@ -39,7 +39,7 @@ def main(argv: list[str]) -> None:
 
 
 def read_environment() -> dict[str, str]:
-    """Return each fact by its name."""
+    """Return versions, processor and devices, by the names that `eagle env` prints them with."""
     device = best_device()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     facts = {

@@ -107,23 +107,24 @@ def main(argv: list[str]) -> None:
         if args.drafter is None:
             take_shipped(args)
         talk(args)
-    # a beam search keeps several answers: it has none to stream
+    # a beam search knows its answer only at the end, so there is nothing to stream
     elif args.beams is None:
         _generate(args)
     else:
-        _search(args)
+        _search_beams(args)
 
 
 def take_shipped(args: argparse.Namespace) -> None:
-    """Let the arguments name the shipped head and its target, which is downloaded if need be."""
+    """Set the arguments to the shipped head and its target, which is downloaded if it is not in the cache."""
     check_shipped_head()
     args.target = fetch_model(SMOLLM2)
     args.drafter = str(SHIPPED_HEAD)
-    # its path is long, and an installation's
+    # said in words, as the head's path is a long one inside the installation
     print(f"{SMOLLM2.name} with the head that comes with eagle", file=sys.stderr)
 
 
 def _load(args: argparse.Namespace) -> tuple[Target, Drafter]:
+    """Return the target and the drafter that the arguments name."""
     options = parse_options(args.option)
     # a wrong drafter is refused before the target is loaded
     check_drafter(args.drafter, options)
@@ -154,7 +155,7 @@ def _generate(args: argparse.Namespace) -> None:
     typical = PUBLISHED_TYPICAL if args.typical else None
     sampling = Sampling(args.temperature, seed=args.seed, typical=typical)
     if args.compare:
-        # the first forwards are slow, and would count for one of both
+        # the first forwards are slow, and would count only against the drafter, which is timed first
         for warmed in (drafter, plain):
             generate(
                 target,
@@ -168,39 +169,46 @@ def _generate(args: argparse.Namespace) -> None:
     if args.policy:
         budget = policy = _measure_policy(target, drafter, prompt, sampling)
     elif args.typical:
-        # tokens that the target's own noise ranks first are often unlikely ones, which that rule turns away
+        # by default the target's sampling noise takes part in the ranking of drafts: the first ones are often unlikely
+        # tokens, which typical acceptance rejects
         budget = replace(drafter.budget or Budget(), draw="likeliest")
     is_coloured = supports_colour(sys.stdout)
     decode = partial(
         stream_text, target, prompt=prompt, sampling=sampling, max_new_tokens=args.max_new_tokens
     )
+    # else the warm-up's KV cache would save the prompt's forward
     target.forget()
     drafted = decode(drafter, write=writer_to(sys.stdout, is_coloured), budget=budget)
     print()
     legend = f" ({GREEN}green{PLAIN}: drafted)" if is_coloured else ""
-    _tell(f"{args.drafter}: {drafted}{legend}")
+    _print_note(f"{args.drafter}: {drafted}{legend}")
     if target.describe() != "mask":
-        _tell(f"trees are read by {target.describe()}")
+        _print_note(f"trees are read by {target.describe()}")
     if policy is not None:
         depths = [cycle.depth for cycle in drafted.trace.cycles]
-        _tell(f"policy: {fmean(depths or [0]):.1f} levels a cycle, of 0 to {policy.budget.depth}")
+        _print_note(
+            f"policy: {fmean(depths or [0]):.1f} levels a cycle, of 0 to {policy.budget.depth}"
+        )
     if args.typical:
-        _tell("typical acceptance is LOSSY: the answer does not follow the model's distribution")
+        _print_note(
+            "typical acceptance is LOSSY: the answer does not follow the model's distribution"
+        )
     if args.compare:
         target.forget()
         undrafted = decode(plain, write=lambda *_: None)
-        _tell(f"none: {undrafted}")
+        _print_note(f"none: {undrafted}")
         verdict = _compare_answers(
             target, drafted.trace, undrafted.trace, sampling, is_lossy=args.typical
         )
-        _tell(f"{drafted.speed / undrafted.speed:.2f} × as fast, {verdict}")
+        _print_note(f"{drafted.speed / undrafted.speed:.2f} × as fast, {verdict}")
 
 
-def _tell(line: str) -> None:
+def _print_note(line: str) -> None:
+    """Print a line to stderr, so that a pipe gets the answer alone."""
     print(line, file=sys.stderr)
 
 
-def _search(args: argparse.Namespace) -> None:
+def _search_beams(args: argparse.Namespace) -> None:
     """Print the best answer of a beam search, and what it took."""
     names = ("temperature", "compare", "policy", "typical")
     unfit = [f"--{name}" for name in names if getattr(args, name)]
@@ -215,12 +223,12 @@ def _search(args: argparse.Namespace) -> None:
         target, drafter, prompt, beams=args.beams, max_new_tokens=args.max_new_tokens
     )
     seconds = perf_counter() - start
-    # of one prompt, and its best answer alone
+    # one prompt was given, and its best answer alone is kept
     [answer] = result.tokens
     [score] = result.scores
     text = target.tokenizer.decode(answer, skip_special_tokens=True)
     print(text.translate(HARMLESS) if sys.stdout.isatty() else text)
-    _tell(
+    _print_note(
         f"{args.drafter}: score {score:.4f}; {result.steps} steps, {result.forwards} forwards after the prompt's, "
         f"{result.steps_per_forward:.2f} steps each; {len(answer) / seconds:.1f} tokens/s"
     )
@@ -229,7 +237,7 @@ def _search(args: argparse.Namespace) -> None:
 def _measure_policy(
     target: Target, drafter: Drafter, prompt: list[int], sampling: Sampling
 ) -> Goodput:
-    """Return a policy with costs from a short generation, as long as the model has positions for it."""
+    """Return a policy with the costs that a generation of up to 256 tokens measures, as far as positions are left."""
     new_tokens = 256
     if target.max_positions is not None:
         new_tokens = max(min(256, target.max_positions - len(prompt)), 1)
@@ -239,7 +247,10 @@ def _measure_policy(
 def _compare_answers(
     target: Target, drafted: Trace, plain: Trace, sampling: Sampling, *, is_lossy: bool = False
 ) -> str:
-    """Return a phrase on whether two answers are the same, and at which token and how near a tie they part."""
+    """Return a phrase that says whether two answers are the same, or at which token and how near a tie they part.
+
+    `is_lossy` says that the rule of acceptance may change the answer.
+    """
     if drafted.tokens == plain.tokens:
         return "and the output is the same"
     first = first_difference(drafted.tokens, plain.tokens) + 1
@@ -249,7 +260,7 @@ def _compare_answers(
         )
     if target.model.dtype not in HALF:
         return f"but the output differs from token {first} on, which must not be"
-    # a half-precision forward over a tree rounds otherwise than one over a token
+    # in half precision a forward over a tree rounds otherwise than one over a token, which decides near-ties
     tie = measure_tie(target, plain.prompt, plain.tokens, drafted.tokens, sampling)
     dtype = str(target.model.dtype).removeprefix("torch.")
     how = "" if tie is None else f", at a near-tie of {tie:.2g} units in the last place of {dtype}"

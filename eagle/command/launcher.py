@@ -19,7 +19,7 @@ USAGE = """\
   --machine_rank N, --main_process_ip IP, --main_process_port PORT   for two_machines"""
 
 ESTIMATE = "train --estimate"
-# whose work several processes share
+# verbs whose work several processes may share
 SHARED = {
     "prepare",
     "prepare --only answers",
@@ -30,7 +30,10 @@ SHARED = {
 
 
 def launcher_options(argv: list[str]) -> tuple[list[str], list[str]]:
-    """Return the launcher's options, none where one process needs no launcher, and the arguments of the stage."""
+    """Return the options of accelerate's launcher, and the remaining arguments, which are the stage's.
+
+    There are no options where one process runs, which needs no launcher.
+    """
     parser = argparse.ArgumentParser(prog="eagle", add_help=False, allow_abbrev=False)
     parser.add_argument("--processes", "--num_processes", dest="num_processes", type=int)
     parser.add_argument("--config_file")
@@ -60,14 +63,20 @@ def asks_for_help(argv: list[str]) -> bool:
 
 
 def run_stage(name: str, module: str, argv: list[str]) -> None:
-    """Run a stage in this process, or on as many as the options ask for."""
+    """Run a stage in this process, or in as many as the options of the launcher ask for.
+
+    Args:
+        name: The key of the verb, as `measure --verify`.
+        module: The module of the stage, whose `main` takes the arguments.
+        argv: The arguments, those of the launcher among them.
+    """
     options, rest = launcher_options(argv)
     if name == ESTIMATE:
-        # which only counts the processes
+        # an estimate computes with the number of processes and starts none
         options, rest = [], argv
     if options and not asks_for_help(argv):
         check_recipe(rest)
-        # which imports torch and accelerate, and takes seconds
+        # imported only now: it imports torch and accelerate, which takes seconds
         import_module("eagle.training.launch").launch_processes(
             options, ["-m", "eagle", *name.split(), *rest]
         )
@@ -76,6 +85,7 @@ def run_stage(name: str, module: str, argv: list[str]) -> None:
     try:
         import_module(module).main(rest)
     except SystemExit as ended:
+        # the help of the stage does not have the options of the launcher
         if not ended.code and name in SHARED and asks_for_help(argv):
             print(f"\nseveral processes:\n{USAGE}")
         raise
@@ -83,6 +93,7 @@ def run_stage(name: str, module: str, argv: list[str]) -> None:
 
 def check_recipe(argv: list[str]) -> None:
     """Read the recipe, its drafter's settings and the target's config once, instead of failing on every process."""
+    # without the name of a recipe the demo's is read
     if not argv or "=" in argv[0]:
         argv = [DEMO, *argv]
     args, _ = command_line("eagle", None).parse_known_intermixed_args(argv)
@@ -105,7 +116,7 @@ def train(argv: list[str]) -> None:
     args = parse_train(rest)
     module = "recipes.train_eagle"
     if args.check:
-        # one process checks the settings of all
+        # a check runs in one process, which is told how many the run will have
         argv = rest
         if not any(word.startswith("train.processes=") for word in argv):
             argv += [

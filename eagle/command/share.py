@@ -39,7 +39,7 @@ def run_push(argv: list[str]) -> None:
         help="an export, sent beside",
     )
     parser.add_argument("--yes", action="store_true", help="send it")
-    # for which `eagle` runs the program that writes it
+    # only for the help: with --card `eagle` runs the program that writes the card
     parser.add_argument(
         "--card",
         action=ProgramOption,
@@ -63,7 +63,13 @@ def run_push(argv: list[str]) -> None:
 
 
 def pack(path: Path, name: str, also: list[Path]) -> UploadPlan:
-    """Return all that goes of a head, an export, a feature store or answers, without what names this machine."""
+    """Return the files to upload of a head, an export, a feature store or answers, cleaned of what names this machine.
+
+    Args:
+        path: The folder, or the file of answers.
+        name: The repository, which a written card names.
+        also: Exports to upload beside a head.
+    """
     if path.is_file():
         upload = pack_answers(path, name)
     elif (path / "index.json").is_file():
@@ -78,7 +84,7 @@ def pack(path: Path, name: str, also: list[Path]) -> UploadPlan:
         )
     if also and "recipe.yaml" not in upload.files:
         raise ValueError(f"--also {also[0]}: exports go beside a head, and {path} is none")
-    # what lies below a head's folder stays, unless it is named
+    # exports in a head's folder are not uploaded unless `also` names them
     for folder in also:
         if not is_export(folder):
             raise ValueError(
@@ -95,21 +101,24 @@ def pack(path: Path, name: str, also: list[Path]) -> UploadPlan:
         code = written if written.is_file() else CODE.encode()
         upload.add(CUSTOM_GENERATE, code, "drafts in transformers' own generate", path)
     upload.clean()
+    # the index of a store has the checksum of the target's config, which cleaning may have changed
     if upload.replaced.keys() >= {"config.json"} and "index.json" in upload.files:
         _note_checksum(upload)
     return upload
 
 
 def pack_store(folder: Path, name: str) -> UploadPlan:
-    """Return a feature store whole: its shards with their checksums, its index, its README."""
+    """Return a whole feature store, after verifying it: its shards with their checksums, its index, its README."""
     store = FeatureStore(folder)  # which refuses a store that is not complete
+    # called for its check of the files that were copied from the target
     store.borrowed_folder()
-    # whoever fetches the store would be told of a damaged shard
+    # a damaged shard must be found here, and not by those who fetch the store
     count = len(store.plan)
     for _ in progress(store.verify(range(count)), "verify", count, unit="shards"):
         pass
     upload = UploadPlan("dataset", Path.home())
     upload.add_folder(folder, "", "a part of the store")
+    # data and checksums are uploaded unchanged
     upload.verbatim = upload.files.keys() - {"README.md", "index.json", "config.json"}
     if "README.md" not in upload.files:
         upload.add("README.md", dataset_card(folder, name).encode(), "its card")
@@ -119,7 +128,7 @@ def pack_store(folder: Path, name: str) -> UploadPlan:
 def pack_answers(path: Path, name: str) -> UploadPlan:
     """Return conversations that `eagle prepare` wrote, with the settings that made them, and their README."""
     note = Path(f"{path}.settings")
-    card = dataset_card(path, name)  # which needs that note
+    card = dataset_card(path, name)  # refuses conversations without that note
     upload = UploadPlan("dataset", Path.home())
     upload.add(path.name, path, "the conversations, as they are")
     upload.verbatim = {path.name}
@@ -134,7 +143,7 @@ def pack_answers(path: Path, name: str) -> UploadPlan:
 
 
 def _note_checksum(upload: UploadPlan) -> None:
-    """Note in a store's index the checksum of the target's config, in which something was hidden."""
+    """Update the checksum of the target's config in a store's index, after words in the config were hidden."""
     index = json.loads(upload.files["index.json"].read())
     digest = hashlib.sha256(upload.files["config.json"].read()).hexdigest()
     index["made"]["borrowed"]["config.json"] = digest
@@ -144,7 +153,7 @@ def _note_checksum(upload: UploadPlan) -> None:
 
 
 def describe(upload: UploadPlan, name: str, private: bool) -> Iterator[str]:
-    """Yield where an upload goes, each of its files, what was replaced in them, and what is left out."""
+    """Yield the lines that `eagle push` shows: where the files go, each file, what was hidden, and what stays here."""
     visibility = "private" if private else "public"
     yield f"to {name}, a {visibility} {upload.repo_type} repository; one that is there stays as visible as it is"
     lines: dict[str, list[UploadFile]] = {}
@@ -167,6 +176,7 @@ def describe(upload: UploadPlan, name: str, private: bool) -> Iterator[str]:
 
 
 def _size(count: float) -> str:
+    """Return a number of bytes in words."""
     if count < 1000:
         return f"{count:.0f} B"
     for unit in ("kB", "MB"):
@@ -201,14 +211,14 @@ def run_pull(argv: list[str]) -> None:
 
 
 def next_step(folder: Path) -> str:
-    """Return what to do with what was fetched."""
+    """Return a sentence on how to use what was fetched: features, conversations, a head or another checkpoint."""
     if (folder / "index.json").is_file():
         return f"train on these features with features.store={folder}"
     answers = sorted(folder.glob("*.settings"))
     if answers:
         return f"train on these conversations with data.train={answers[0].with_suffix('')}"
     if (folder / "recipe.yaml").is_file():
-        # a recipe from elsewhere may hold anything
+        # a recipe from elsewhere may hold anything: it is read as plain YAML, up to a limit, and nothing is trusted
         recipe = parse_yaml(
             read_text(folder, "recipe.yaml", CONFIG_BYTES), str(folder / "recipe.yaml")
         )

@@ -31,9 +31,9 @@ def run_export(argv: list[str]) -> None:
     parser.add_argument("out", help="the folder to write")
     args = parser.parse_args(argv)
     head = load_head(args.head)
-    # loading the target may take minutes
+    # checked before the target is loaded, which may take minutes
     check_replaceable(Path(args.out))
-    # the embedding may be written: in the checkpoint's dtype, not in what is fastest here
+    # the export may hold the target's embedding: in the checkpoint's dtype, not in the one that is fastest here
     target = Target.load(args.target, dtype=embedding_dtype(args.target), device="cpu")
     if export(head.bind(target.head), target.config, args.to, args.out, args.head):
         print(f"the earlier export in {args.out} is replaced")

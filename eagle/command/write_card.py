@@ -35,7 +35,7 @@ def main(argv: list[str]) -> None:
     out = args.out or (path if path.is_dir() else path.parent) / "README.md"
     if out.exists():
         raise ValueError(f"{out} is there already: delete it, or name another file with --out")
-    # a run's head lies in a folder of the run
+    # a head lies in the folder `head` of its run, whose name says more
     name = args.repository or args.name or (path.parent.name if path.name == "head" else path.stem)
     is_head = (path / "model.safetensors").is_file()
     text = model_card(path, name) if is_head else dataset_card(path, name)

@@ -28,7 +28,7 @@ from eagle.target.target import Target
 
 GREEDY = drafting.SAMPLINGS[0]
 WARM = drafting.SAMPLINGS[2]
-# of three lengths; two repeat themselves, so that lookup methods draft
+# token ids, of three lengths; two prompts repeat themselves, so that lookup methods draft
 PROMPTS = [
     [11, 24, 7, 24, 7, 31, 5],
     [9, 40, 41, 42, 40, 41, 42, 40, 13, 6],
@@ -55,7 +55,7 @@ class Check:
 
 
 def find_method(kind: str) -> type[Any]:
-    """Return a method that can be made without files, by its name or `PATH.py:CLASS`."""
+    """Return the class of a method, by its name or `PATH.py:CLASS`; refuse one that cannot be made without files."""
     method = DRAFTERS.find(kind)
     if method is None:
         names = ", ".join([*DRAFTERS, *DRAFTERS.offered()])
@@ -73,6 +73,7 @@ class Trial:
     """A method with a tiny target, and what its checks read of both."""
 
     def __init__(self, kind: str, folder: Path, device: torch.device | str = "cpu") -> None:
+        """Make the tiny target, and write its files below `folder`, from which exports are read back."""
         self.method = find_method(kind)
         self.name = DRAFTERS.registered_name(kind)
         self.folder = folder
@@ -91,7 +92,7 @@ class Trial:
         return self.make_for(self.target)
 
     def make_for(self, target: Target) -> Any:
-        """Make a drafter for a target."""
+        """Make a drafter for a target: an untrained head bound to it, or a method without weights."""
         return make_head(self.name, target).bind(target.head) if self.is_trained else self.method()
 
     def make_head(self) -> Any:
@@ -100,7 +101,7 @@ class Trial:
 
     @property
     def taps(self) -> list[int]:
-        """The states that it is trained on."""
+        """The taps of the states that it is trained on, and of the state before the LM head."""
         settings = settings_of({"kind": self.name}, self.name)
         return sorted({*taps_of(settings, self.target.config), -1})
 
@@ -120,7 +121,7 @@ class Trial:
         return collate(answers.read([0, 1]), answers.taps).to(self.target.device)
 
     def checks(self) -> Iterator[Check]:
-        """Yield all checks, those that take least first."""
+        """Yield all checks, the fastest first; the last ones are for methods with weights."""
         make = self.make
         target = self.target
         prompt = PROMPTS[0]
@@ -134,20 +135,21 @@ class Trial:
             )
         for sampling in (GREEDY, WARM):
             how = describe_sampling(sampling)
-            begins = partial(drafting.check_begin, make, target, PROMPTS[1], prompt, sampling)
-            yield Check(f"begin forgets the text before, {how}", begins)
-            beside = partial(drafting.check_side_by_side, make, target, PROMPTS, sampling)
-            yield Check(f"texts side by side are drafted as each alone, {how}", beside)
-        # a drafter of the target's own rows keeps nothing of a sequence that could be copied
+            check = partial(drafting.check_begin, make, target, PROMPTS[1], prompt, sampling)
+            yield Check(f"begin forgets the text before, {how}", check)
+            check = partial(drafting.check_side_by_side, make, target, PROMPTS, sampling)
+            yield Check(f"texts side by side are drafted as each alone, {how}", check)
+        # a drafter that reads the target's own rows has no state of a sequence that a fork could copy
         if not self.method.reads.texts:
-            fork = partial(drafting.check_fork, make, target, drafting.DYNAMIC[0])
-            yield Check("a text that is forked is drafted for as two", fork)
+            check = partial(drafting.check_fork, make, target, drafting.DYNAMIC[0])
+            yield Check("a text that is forked is drafted for as two", check)
         if self.is_trained:
             yield from self._checks_of_heads()
 
     def _check_output(self, sampling: Sampling) -> None:
+        """Check that the output is the untouched model's own, with all budgets that promise that."""
         budgets = drafting.RANKED if self.is_trained else drafting.DYNAMIC
-        # what is sampled above temperature 0 has the target's law, not its tokens
+        # above temperature 0 sampled drafts keep the target's distribution, but not the tokens of its noise
         if self.is_trained and sampling.temperature == 0:
             budgets = budgets + drafting.DRAWN
         expected = reference(self.target, PROMPTS[0], sampling, 12)
@@ -167,6 +169,7 @@ class Trial:
             ("the loss depends on what is supervised", learning.check_supervised_counts),
             ("the loss follows the run's progress only where it says so", learning.check_progress),
         ):
+            # a default argument, as a lambda would see the loop's last check
             yield Check(about, lambda check=check: check(head, target, self.batch()))  # type: ignore[misc]
         yield Check(
             "validation adds up",
@@ -192,7 +195,7 @@ class Trial:
                 yield Check(about, partial(self._check_law, sampling, budget), is_slow=True)
 
     def _check_exports(self) -> str:
-        """Check every exporter; return which of them take the head."""
+        """Check the export to every engine; return a note on which engines take the head."""
         takers = []
         for engine in EXPORTERS:
             refusal = shipping.check_export(
@@ -208,6 +211,7 @@ class Trial:
         return f"written for {', '.join(takers)}" if takers else "refused by all, in a sentence"
 
     def _check_law(self, sampling: Sampling, budget: Budget) -> None:
+        """Check the distribution of the output on a target of four tokens, so that answers can be counted."""
         letters = make_letters(self.target.device)
         drafting.check_law(partial(self.make_for, letters), letters, sampling, budget)
 
@@ -229,12 +233,12 @@ def run_checks(
 
 
 def run_check(check: Check) -> Outcome:
-    """Run one check; its fault is a sentence, whatever the method runs into."""
+    """Run one check; its fault is a sentence, even where the method raises any other error."""
     try:
         note = check.run()
     except Fault as fault:
         return Outcome(check.about, str(fault))
-    except Exception as error:  # of the method's own
+    except Exception as error:  # raised inside the method
         inner = extract_tb(error.__traceback__)[-1]
         where = f"{Path(inner.filename).name}, line {inner.lineno}"
         return Outcome(check.about, f"{type(error).__name__}: {error} ({where})")

@@ -13,7 +13,7 @@ from eagle.conformance.own_answers import chi_square_p, own_logits
 from eagle.conformance.trial import (
     Fault,
     Make,
-    begin_text,
+    begin_sequence,
     describe_budget,
     describe_sampling,
     first_difference,
@@ -53,7 +53,7 @@ SAMPLINGS = [
 LAW_SAMPLINGS = SAMPLINGS[2:4]
 LAW_BUDGETS = DRAWN[:2]
 REQUESTS = 600  # whose first three tokens are counted
-LETTERS = 4  # tokens of the target of these requests
+LETTERS = 4  # tokens in the vocabulary of the target of these requests
 MIN_COUNT = 5  # rarer answers are counted together, so that the statistic follows its law
 NEW_TOKENS = 12  # of the answers that are drafted alone and in a batch
 
@@ -66,8 +66,22 @@ def check_output(
     budgets: Sequence[Budget],
     expected: list[int],
 ) -> None:
-    """Whatever is drafted, in whatever tree, the output is plain decoding's."""
-    # one drafter for all budgets: nothing of an answer may stay with it
+    """Check that the output is plain decoding's, whatever is drafted and in whatever tree.
+
+    The target's sampling noise depends on seed, request and position alone, so outputs are the same token by token.
+
+    Args:
+        make: Makes a drafter.
+        target: The model that is drafted for.
+        prompt: Token ids.
+        sampling: How the target chooses.
+        budgets: What is drafted, one after the other.
+        expected: The output of plain decoding.
+
+    Raises:
+        Fault: The output differs.
+    """
+    # one drafter for all budgets: it must keep no state from one answer to the next
     drafter = make()
     for budget in budgets:
         trace = generate(
@@ -88,7 +102,14 @@ def check_output(
 
 
 def check_law(make: Make, letters: Target, sampling: Sampling, budget: Budget) -> None:
-    """The first three tokens of many requests with sampled drafts follow the law of the untouched model."""
+    """Check that the first three tokens of many requests have the distribution of the untouched model.
+
+    Args:
+        make: Makes a drafter for `letters`.
+        letters: A target with a vocabulary of four tokens.
+        sampling: How it samples.
+        budget: A draft of sampled tokens.
+    """
     prompt = [1, 2, 3, 0, 1]
     drafter = make()
     counts = torch.zeros(LETTERS, LETTERS, LETTERS, dtype=torch.double)
@@ -106,13 +127,15 @@ def check_law(make: Make, letters: Target, sampling: Sampling, budget: Budget) -
         counts[tuple(trace.tokens[:3])] += 1
     law = _law_of_three(letters, prompt, sampling)
     expected = REQUESTS * law / law.sum()
-    # Pearson's statistic over the answers that are common, and all others as one
+    # Pearson's statistic: a cell for each common answer, and one for all rare ones
     is_rare = expected < MIN_COUNT
     observed_cells = [*counts[~is_rare].tolist(), float(counts[is_rare].sum())]
     expected_cells = [*expected[~is_rare].tolist(), float(expected[is_rare].sum())]
+    # without rare answers the last cell would divide by zero
     if expected_cells[-1] == 0:
         observed_cells.pop()
         expected_cells.pop()
+    # a right method fails this once in ten thousand times
     p = chi_square_p(observed_cells, expected_cells)
     impossible = int(counts[law == 0].sum())
     if impossible or p <= 1e-4:
@@ -139,8 +162,8 @@ def _law_of_three(letters: Target, prompt: list[int], sampling: Sampling) -> tor
 def check_begin(
     make: Make, target: Target, earlier: list[int], prompt: list[int], sampling: Sampling
 ) -> None:
-    """A second sequence is drafted as if it were the first, by the noise of its own positions."""
-    # an answer to another prompt, and then the same as a fresh drafter's
+    """Check that a drafter keeps nothing of an earlier sequence: it drafts a second one as a new drafter does."""
+    # an answer to another prompt comes first
     used = make()
     generate(target, used, earlier, max_new_tokens=8, stop=[])
     got = generate(target, used, prompt, sampling=sampling, max_new_tokens=16, stop=[])
@@ -154,7 +177,7 @@ def check_begin(
 
 
 def check_fork(make: Make, target: Target, budget: Budget) -> None:
-    """After a fork both rows, and the second once the first is gone, draft as sequences that were read whole do."""
+    """Check that a forked row is drafted for as a sequence that was read whole, also once the original is released."""
     drafter = make()
     if drafter.reads.view:
         drafter.bind_target(target.view())
@@ -165,6 +188,7 @@ def check_fork(make: Make, target: Target, budget: Budget) -> None:
     }
 
     def propose(state: Any, start: int, end: int, rows: list[int]) -> list[Any]:
+        """Commit tokens `start` to `end` of these rows, and return their drafts."""
         updates = {row: _commit(drafter, target, sequences[row], start, end) for row in rows}
         trees = state.propose(updates, dict.fromkeys(rows, budget))
         drafts = []
@@ -182,7 +206,7 @@ def check_fork(make: Make, target: Target, budget: Budget) -> None:
     for row in sequences:
         whole.admit(row)
     propose(whole, 0, 6, [0, 1])
-    # both rows go on, then the second alone
+    # both rows are drafted for, then the second alone
     for start, end, rows in ((6, 10, [0, 1]), (10, 12, [1])):
         if rows == [1]:
             forked.release(0)
@@ -205,7 +229,7 @@ def _commit(drafter: Any, target: Target, sequence: list[int], start: int, end: 
 def draft_alone(
     make: Make, target: Target, prompts: list[list[int]], sampling: Sampling
 ) -> list[Trace]:
-    """Return an answer to each prompt, one after the other, each with a drafter of its own."""
+    """Return an answer to each prompt, one after the other, each with a new drafter."""
     traces = []
     for row, prompt in enumerate(prompts):
         row_sampling = replace(sampling, request=row)
@@ -217,10 +241,10 @@ def draft_alone(
     return traces
 
 
-def draft_beside(
+def draft_in_batch(
     make: Make, target: Target, prompts: list[list[int]], sampling: Sampling
 ) -> list[Trace]:
-    """Return the same answers, in one batch of one drafter."""
+    """Return the answers of `draft_alone`, decoded in one batch with one drafter."""
     return generate(
         target,
         make(),
@@ -235,9 +259,9 @@ def draft_beside(
 def check_side_by_side(
     make: Make, target: Target, prompts: list[list[int]], sampling: Sampling
 ) -> None:
-    """Cycle by cycle as each alone: a batch of three, and two streams on one drafter that are asked in turn."""
+    """Check that sequences in a batch, and in streams that share a drafter, are drafted as each alone."""
     alone = draft_alone(make, target, prompts, sampling)
-    _compare_traces(draft_beside(make, target, prompts, sampling), alone, "in a batch", sampling)
+    _compare_traces(draft_in_batch(make, target, prompts, sampling), alone, "in a batch", sampling)
     drafter = make()
     traces = []
     streams = []
@@ -256,13 +280,14 @@ def check_side_by_side(
                 stop=[],
             )
         )
-    for _ in zip_longest(*streams):  # a cycle of each in turn
+    for _ in zip_longest(*streams):  # takes one cycle of each stream in turn
         pass
     _compare_traces(traces, alone[:2], "in streams that are asked in turn", sampling)
 
 
 def _compare_traces(got: list[Trace], expected: list[Trace], how: str, sampling: Sampling) -> None:
-    # cycles hold the trees: equal tokens alone would not show that drafts are others
+    """Raise a Fault where an answer or any of its drafts differs; `how` says how they were decoded."""
+    # equal tokens would not show that drafts differ, so the cycles, which hold the trees, are compared too
     for row, (trace, alone) in enumerate(zip(got, expected, strict=True)):
         if trace.tokens != alone.tokens or trace.cycles != alone.cycles:
             raise Fault(
@@ -272,22 +297,23 @@ def _compare_traces(got: list[Trace], expected: list[Trace], how: str, sampling:
 
 
 def check_noise(make: Make, target: Target) -> None:
-    """What follows a root after n tokens is at position n + 1; two tokens more, and it is two positions further."""
+    """Check that each level of a draft uses the noise of its position: after n tokens and the root, n + 1 and so on."""
     drafter = make()
     choose = Choose(SAMPLINGS[2])
     noise = choose.offer(target.vocab_size, target.device)
     assert choose.noise is not None
-    text, update = begin_text(drafter, target, [5, 6, 7, 5, 6], choose, noise=noise)
+    sequence, update = begin_sequence(drafter, target, [5, 6, 7, 5, 6], choose, noise=noise)
     features = update.features
+    # first the prompt with the root 7, then 7 and 8 with the root 9
     begun = Committed(update.tokens, features, 7)
     more = Committed(torch.tensor([7, 8]), None if features is None else features[:2], 9)
     for committed, first in ((begun, 6), (more, 8)):
-        # the rows of noise are made when a position is drafted for
+        # a row of noise is made when a position is drafted for: drop the earlier ones, to see which are made
         choose.noise.forget(99)
-        # a drafter of the target's own rows sees what the target has read
+        # the target must read the tokens first where a drafter uses the target's own KV cache
         if drafter.reads.texts and committed is more:
-            text.read([7, 8])
-        text.propose(committed, Budget(8, 3, 2))
+            sequence.read([7, 8])
+        sequence.propose(committed, Budget(8, 3, 2))
         positions = sorted(choose.noise.rows)
         expected = [first, first + 1, first + 2]
         if positions != expected:
@@ -298,9 +324,9 @@ def check_noise(make: Make, target: Target) -> None:
 
 
 def check_tree(make: Make, target: Target, budget: Budget) -> None:
-    """The root is the token that the target chose; nodes, levels and children stay within the budget."""
-    text, update = begin_text(make(), target, [5, 6, 7, 5, 6], Choose(Sampling()))
-    tree = text.propose(Committed(update.tokens, update.features, 7), budget)
+    """Check that a tree has the root of its update, and no more nodes, levels and children than the budget allows."""
+    sequence, update = begin_sequence(make(), target, [5, 6, 7, 5, 6], Choose(Sampling()))
+    tree = sequence.propose(Committed(update.tokens, update.features, 7), budget)
     if int(tree.tokens[0]) != 7:
         raise Fault(
             f"a tree is rooted at {int(tree.tokens[0])}, expected 7, the root of its update"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from eagle.conformance.own_answers import own_answer
-from eagle.conformance.trial import Fault, Make, begin_text
+from eagle.conformance.trial import Fault, Make, begin_sequence
 from eagle.core.budget import Budget
 from eagle.core.drafter import Committed
 from eagle.core.examples import Batch, Example
@@ -23,12 +23,14 @@ from eagle.target.target import Target
 TREES = {"chain": chain_paths(3), "tree": PUBLISHED_TREE}
 CHAIN = TREES["chain"]
 LEVELS = len(CHAIN)
-PROMPT = 6  # tokens of a sequence before what is supervised
-LAST = 12  # of a sequence with so many tokens before the first that counts for nothing
-STEPS = 30  # in which a head learns one batch
-TIES = 1  # slots that rounding may decide otherwise in a batch
-# of a loss after these steps; confidence follows what would be accepted, which moves with the head
+PROMPT = 6  # tokens of a sequence before the first that is supervised
+# the first position of a sequence that check_supervised_alone leaves unsupervised again
+SUPERVISED_END = 12
+STEPS = 30  # of the optimizer, in which a head learns one batch
+TIES = 1  # slots of a batch whose near-tie rounding may decide otherwise
+# shares of its first value that a loss term may have after these steps, if not 1
 MAX_LOSS = {"regression": 0.7}
+# terms that need not fall: confidence learns which drafts would be accepted, which changes with the head
 NOT_FALLING = {"confidence"}
 
 
@@ -46,7 +48,8 @@ def make_examples(target: Target, taps: list[int], *, answered: bool = False) ->
 
 
 def divergence(head: Any, target: Target, batch: Batch) -> float:
-    """Return KL(target || head): their cross-entropy without the target's entropy, which no head can learn."""
+    """Return KL(target || head) at the supervised slots, in nats: what a head can still learn of the cross-entropy."""
+    # KL(p || q) = H(p, q) - H(p)
     previous = batch.loss_mask.nonzero()[:, 0] - 1
     hidden = batch.select_taps((-1,))[previous, 0]
     log_probs = target.head.logits(hidden).log_softmax(-1)
@@ -56,7 +59,7 @@ def divergence(head: Any, target: Target, batch: Batch) -> float:
 
 
 def teach(head: Any, target: Target, batch: Batch) -> list[dict[str, Tensor]]:
-    """Take thirty steps on one batch; return the losses before each."""
+    """Train the head for `STEPS` steps on one batch; return the loss terms of each step."""
     optimizer = torch.optim.AdamW(head.train().parameters(), lr=1e-3)
     losses = []
     for _ in range(STEPS):
@@ -68,13 +71,13 @@ def teach(head: Any, target: Target, batch: Batch) -> list[dict[str, Tensor]]:
 
 
 def check_loss_falls(make: Make, target: Target, batch: Batch) -> None:
-    """Thirty steps on one batch teach a head half of what the target says there."""
+    """Check that training on one batch lowers every loss term, and halves the KL divergence from the target."""
     head = make().train()
     first_divergence = divergence(head, target, batch)
     losses = teach(head, target, batch)
     first = losses[0]
     last = losses[-1]
-    # a term that stays as it was trains nothing
+    # a term that does not fall trains nothing
     for term in first.keys() - NOT_FALLING:
         max_share = MAX_LOSS.get(term, 1.0)
         if not last[term] < first[term] * max_share:
@@ -94,6 +97,7 @@ def check_loss_falls(make: Make, target: Target, batch: Batch) -> None:
 def _loss_and_gradients(
     head: Any, batch: Batch, target: Target
 ) -> tuple[float, dict[str, Tensor | None]]:
+    """Return the loss of a batch and the gradient of each weight, None where a weight has none."""
     head.zero_grad()
     loss = head(batch, target.head)["total"]
     loss.backward()
@@ -104,13 +108,16 @@ def _loss_and_gradients(
 
 
 def check_supervised_alone(make: Make, target: Target, batch: Batch) -> None:
-    """What follows the last supervised token of a sequence changes neither the loss nor a gradient."""
+    """Check that tokens and states after the last supervised token change neither the loss nor a gradient.
+
+    A head fails that trains on masked tokens, or that sees tokens after those it predicts.
+    """
     head = make().eval()
     positions = torch.cat([torch.arange(length) for length in batch.lengths])
-    is_after = positions >= LAST
+    is_after = positions >= SUPERVISED_END
     batch = replace(batch, loss_mask=batch.loss_mask & ~is_after)
     tokens = batch.tokens.clone()
-    tokens[is_after] = 9
+    tokens[is_after] = 9  # any other token
     features = batch.features.clone()
     features[is_after] += 1
     loss, gradients = _loss_and_gradients(head, batch, target)
@@ -136,9 +143,9 @@ def check_supervised_alone(make: Make, target: Target, batch: Batch) -> None:
 
 
 def check_supervised_counts(make: Make, target: Target, batch: Batch) -> None:
-    """A change inside the supervised part does change the loss: the check above can fail."""
+    """Check that a changed state in the supervised part changes the loss, so that `check_supervised_alone` can fail."""
     head = make().eval()
-    # the first sequence is supervised from its seventh token on
+    # position 8 is in the supervised part of the first sequence, which begins at 6
     features = batch.features.clone()
     features[8] += 1
     changed = replace(batch, features=features)
@@ -149,11 +156,11 @@ def check_supervised_counts(make: Make, target: Target, batch: Batch) -> None:
 
 
 def check_progress(make: Make, target: Target, batch: Batch) -> None:
-    """A step of a longer run is the same step, unless the head says otherwise."""
+    """Check that the loss does not depend on the progress of the run, unless the head sets `follows_progress`."""
     head = make().train()
     losses = []
     for progress in (0.0, 0.9):
-        # the same noise, masks and anchors for both
+        # both draw the same random numbers
         torch.manual_seed(1)
         losses.append(head(replace(batch, progress=progress), target.head)["total"].item())
     if not head.follows_progress and losses[0] != losses[1]:
@@ -166,12 +173,16 @@ def check_progress(make: Make, target: Target, batch: Batch) -> None:
 def check_validation(
     make: Make, target: Target, batch: Batch, part: Callable[[int], Batch]
 ) -> None:
-    """Sums of two sequences are those of each; the loss terms are those of training; nothing is drawn at random.
+    """Check that validation gives sums, the loss terms of training, and no random numbers.
 
-    `part` returns a batch of one of the two sequences in `batch`.
+    Args:
+        make: Makes a head.
+        target: The head's target.
+        batch: Two sequences.
+        part: Returns a batch with the sequence of this index alone.
     """
     head = make()
-    # dropout and sampled noise of training must not reach a validation
+    # one head in training mode and one not: dropout and noise of training must not change a validation
     whole = head.train().validate(batch, target.head, TREES)
     sums: dict[str, Tensor] = {}
     for index in (0, 1):
@@ -200,7 +211,7 @@ def check_validation(
 
 
 def _check_figures(validated: dict[str, float], losses: dict[str, float]) -> None:
-    """Compare the figures of a validation with the losses of training, and with one another."""
+    """Check the figures of a validation: its loss terms against those of training, and each tree against the chain."""
     for term in validated.keys() & losses.keys():
         if abs(validated[term] - losses[term]) > 1e-5 * abs(losses[term]):
             raise Fault(
@@ -211,7 +222,7 @@ def _check_figures(validated: dict[str, float], losses: dict[str, float]) -> Non
         raise Fault(
             f"validate lacks {sorted(missing)}: return what eagle.drafters.parts.validation makes"
         )
-    # a tree that holds the chain accepts at least as much
+    # the tree contains the chain, so it accepts at least as much; 6 is its five levels and the target's own token
     if not 1 <= validated["chain/tau"] <= validated["tree/tau"] <= 6:
         raise Fault(
             f"validate says that a chain keeps {validated['chain/tau']:.3g} and the tree that holds it "
@@ -220,7 +231,7 @@ def _check_figures(validated: dict[str, float], losses: dict[str, float]) -> Non
 
 
 def check_drafted_as_validated(make: Make, target: Target, batch: Batch) -> None:
-    """A chain after each slot is accepted as far as `validate` says, once the head has learned these sequences."""
+    """Check that chains drafted after each slot are accepted as far as `validate` says, by a head that was trained."""
     head = make()
     # an untrained head is hardly ever accepted
     teach(head, target, batch)
@@ -244,9 +255,10 @@ def check_drafted_as_validated(make: Make, target: Target, batch: Batch) -> None
 
 @torch.no_grad()
 def count_drafts(head: Any, target: Target, batch: Batch) -> tuple[list[int], list[int]]:
-    """Return how many chains come to each level, and are accepted there; each slot is drafted for from the start.
+    """Return how many drafted chains reach each level, and how many are accepted there.
 
-    A chain is followed as long as the sequence goes on as the target would, and inside what is supervised.
+    For each slot the drafter reads its sequence from the start. A chain is followed as long as the sequence is
+    supervised and goes on as the target would, since only there the target's choice is known.
     """
     reached = [0] * LEVELS
     accepted = [0] * LEVELS
@@ -255,18 +267,22 @@ def count_drafts(head: Any, target: Target, batch: Batch) -> tuple[list[int], li
         # what the target chooses after each token
         hidden = target.features(tokens[None], (-1,))[0, :, 0]
         choices = target.head.logits(hidden).argmax(-1)
-        for slot in range(2, len(tokens)):
-            if not is_supervised[slot]:
+        # the position of the first token that is drafted
+        for first in range(2, len(tokens)):
+            if not is_supervised[first]:
                 continue
-            root = slot - 1
-            text, update = begin_text(head, target, tokens[:root].tolist(), Choose(Sampling()))
-            chain = text.propose(
+            root = first - 1
+            sequence, update = begin_sequence(
+                head, target, tokens[:root].tolist(), Choose(Sampling())
+            )
+            chain = sequence.propose(
                 Committed(update.tokens, update.features, int(tokens[root])), budget
             )
             for level, guess in enumerate(chain.tokens[1:].tolist()):
-                position = slot + level  # of the token that is guessed
+                position = first + level  # of the token that is guessed
                 if position >= len(tokens) or not is_supervised[position]:
                     break
+                # choices[i] is the token after token i
                 if level and tokens[position - 1] != choices[position - 2]:
                     break
                 reached[level] += 1

@@ -23,7 +23,7 @@ from eagle.target.target import Target
 
 @torch.no_grad()
 def own_logits(model: PreTrainedModel, tokens: list[int]) -> Tensor:
-    """Return [T, V], what the model says by itself after each token."""
+    """Return [T, V], the logits after each token, by transformers' own forward without a cache."""
     ids = torch.tensor([tokens], device=model.device)
     logits: Tensor = model(input_ids=ids, use_cache=False).logits[0]
     return logits
@@ -43,7 +43,8 @@ def own_answer(
         prompt: Token ids.
         count: The number of tokens of the answer.
         warp: A processor of logits.
-        noise: Returns what is added to the logits of the token at a position, so that the largest is a sample.
+        noise: Returns the Gumbel noise [V] to add to the logits for the token at a position, so that the largest sum is
+            a sample.
     """
     tokens = list(prompt)
     # T forwards over up to T tokens: slow, and free of whatever a cache may get wrong
@@ -58,7 +59,7 @@ def own_answer(
 
 
 def warpers(sampling: Sampling) -> LogitsProcessorList:
-    """Return transformers' own processors of a sampling above temperature 0."""
+    """Return transformers' own logits processors for a sampling above temperature 0."""
     processors: list[Any] = [TemperatureLogitsWarper(sampling.temperature)]
     if sampling.top_k:
         processors.append(TopKLogitsWarper(sampling.top_k))
@@ -81,7 +82,10 @@ def reference(target: Target, prompt: Sequence[int], sampling: Sampling, count: 
 
 
 def make_model(vocab_size: int = 96, width: int = 128) -> PreTrainedModel:
-    """Return a llama of random weights, always the same, whose tokens depend on all that it has read; it never ends."""
+    """Return a llama of random weights, always the same.
+
+    Its next token depends on all that it has read, and it has no stop token, so that an answer never ends early.
+    """
     generator = torch.Generator().manual_seed(0)
     config = LlamaConfig(
         architectures=["LlamaForCausalLM"],  # as a saved model's config has
@@ -99,14 +103,14 @@ def make_model(vocab_size: int = 96, width: int = 128) -> PreTrainedModel:
     model = LlamaForCausalLM(config).float().eval()
     with torch.no_grad():
         for weight in model.parameters():
-            # 1.7 times the usual spread, so that attention and logits are far from flat
+            # 1.7 times the usual standard deviation, so that attention and logits are far from flat
             if weight.ndim > 1:
                 weight.copy_(torch.randn(weight.shape, generator=generator) * width**-0.5 * 1.7)
     return model
 
 
 def make_letters(device: torch.device | str = "cpu") -> Target:
-    """Return a target of four tokens, whose laws are neither flat nor certain."""
+    """Return a target with a vocabulary of four tokens, whose probabilities are neither flat nor certain."""
     model: Any = make_model(vocab_size=4, width=16)  # transformers leaves `to` without types
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -115,7 +119,7 @@ def make_letters(device: torch.device | str = "cpu") -> Target:
 
 
 def chi_square_p(observed: Sequence[float], expected: Sequence[float]) -> float:
-    """Return the probability of counts as far from the expected ones, or farther: the tail of the chi-square law."""
+    """Return the p-value of Pearson's chi-square test: the probability of counts this far from the expected ones."""
     statistic = 0.0
     for count, mean in zip(observed, expected, strict=True):
         statistic += (count - mean) ** 2 / mean

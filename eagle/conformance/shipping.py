@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from eagle.conformance.trial import Fault, begin_text, make_head
+from eagle.conformance.trial import Fault, begin_sequence, make_head
 from eagle.core.budget import Budget
 from eagle.core.verify import Choose, Sampling
 from eagle.formats.checkpoint import load_drafter, save_head
@@ -18,7 +18,7 @@ from eagle.target.target import Target
 
 
 def check_saved(head: Any, target: Target, prompt: list[int], folder: Path) -> None:
-    """A head from disk drafts what it drafted before it was saved."""
+    """Check that a head drafts the same tree after it was saved and loaded."""
     save_head(folder, head, "recipe", {})
     loaded = load_drafter(folder, target)
     before = _draft(head.bind(target.head), target, prompt)
@@ -32,15 +32,15 @@ def check_saved(head: Any, target: Target, prompt: list[int], folder: Path) -> N
 
 def _draft(drafter: Any, target: Target, prompt: list[int]) -> list[tuple[int, int]]:
     """Return token and parent of each node of a draft."""
-    text, update = begin_text(drafter, target, prompt, Choose(Sampling()))
-    tree = text.propose(update, Budget(12, 4, 3))
+    sequence, update = begin_sequence(drafter, target, prompt, Choose(Sampling()))
+    tree = sequence.propose(update, Budget(12, 4, 3))
     return list(zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True))
 
 
 def check_export(
     method: str, make: Callable[[], Any], engine: str, target: Target, folder: Path, out: Path
 ) -> str | None:
-    """Nothing that was learned is lost on the way into an engine's layout.
+    """Check that an export to an engine holds all weights of the head, or that the exporter refuses it by name.
 
     Args:
         method: The name of the head's method.
@@ -54,7 +54,8 @@ def check_export(
         The refusal of an exporter that cannot serve the head, else None.
     """
     head = make().bind(target.head)
-    if hasattr(head.settings, "fc_bias"):  # for which some layouts have no tensor
+    # some layouts have no tensor for the bias of fc, and would refuse the head only for that
+    if hasattr(head.settings, "fc_bias"):
         head = make_head(method, target, fc_bias=False).bind(target.head)
     # a refusal names its exporter, so that a user knows whom to ask
     try:
@@ -65,14 +66,15 @@ def check_export(
                 f"the exporter to {engine} refuses the head without its own name: {error}"
             ) from None
         return str(error)
+    # some layouts call the one layer `midlayer`
     exported = {
         name.replace("midlayer.", "layers.0."): tensor for name, tensor in layout.tensors.items()
     }
-    # a draft model is one module of its drafter
+    # a draft model's weights are in the module `model` of its drafter
     exported |= {f"model.{name}": tensor for name, tensor in exported.items()}
     weights = head.state_dict()
     if not weights.keys() <= exported.keys():
-        # the layout has names of its own: an import of the files must find all weights again
+        # a layout with other names of tensors: importing its files must find all weights again
         export(head, target.config, engine, out)
         try:
             exported = read_head(out, str(folder)).state_dict()

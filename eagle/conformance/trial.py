@@ -22,18 +22,18 @@ class Fault(AssertionError):
     """What a method does and must not: what was found, what is expected, what to do."""
 
 
-# of a matrix's spread: enough to order equal parts, too little to change what they draft
+# noise, as a share of a matrix's standard deviation: enough to order equal modules, too little to change their drafts
 TIE_BREAKING = 1e-3
 
 
 def make_head(name: str, target: Target, seed: int = 0, **changed_settings: Any) -> Any:
-    """Return an untrained head of a method with these settings, the same every time."""
+    """Return an untrained head of a method for a target, with these settings changed; a seed gives the same head."""
     torch.manual_seed(seed)
     settings = settings_of({"kind": name, **changed_settings}, name)
     method = DRAFTERS[settings.kind]
     weights = {"weights": target.tensor} if method.reads.weights else {}
     head = method.for_target(settings, target.config, target.head, **weights)
-    # levels that start as equal copies of the LM head draft equal probabilities, whose order is rounding's
+    # levels that start as equal copies of the LM head give equal probabilities, and rounding would order their drafts
     matrices = [
         parameter
         for parameter in head.parameters()
@@ -45,17 +45,29 @@ def make_head(name: str, target: Target, seed: int = 0, **changed_settings: Any)
     return head.to(target.device)
 
 
-def begin_text(
+def begin_sequence(
     drafter: Any, target: Target, prompt: list[int], choose: Choose, noise: Any = None
 ) -> Any:
-    """Return a sequence of the drafter's, and the update with what the target has read of it."""
+    """Let the target read a prompt, and return the drafter's state of that sequence, and the update to draft from.
+
+    Args:
+        drafter: A drafter that is ready to draft.
+        target: The model that it drafts for.
+        prompt: Token ids.
+        choose: How the target chooses the token after the prompt.
+        noise: What the drafter gets of the target's sampling noise; None drafts greedily.
+
+    Returns:
+        An object with `propose(update, budget)`, and the update of the prompt. Of drafters on the target's own KV cache
+        the object has also `read(tokens)`, by which the target reads on.
+    """
     if drafter.reads.view:
         drafter.bind_target(target.view())
     state = target.open(drafter.taps)
     update = state.begin(prompt, choose)
     if not drafter.reads.texts:
         return drafter.begin(noise), update
-    # a drafter of the target's own rows drafts for a batch, here of one row
+    # a drafter on the target's own KV cache drafts for a batch, here of one row
     drafts = drafter.open_with(state.lend())
     drafts.admit(0, noise)
     return SimpleNamespace(
@@ -65,12 +77,12 @@ def begin_text(
 
 
 def trees_of(trace: Trace) -> list[tuple[list[int], list[int]]]:
-    """Return tokens and parents of what was drafted in each cycle, accepted or not."""
+    """Return the tokens and parents of each cycle's whole draft tree, accepted or not."""
     return [(cycle.tree.tokens.tolist(), cycle.tree.parents.tolist()) for cycle in trace.cycles]
 
 
 def describe_sampling(sampling: Sampling) -> str:
-    """Return the rule by which the target chooses, in words."""
+    """Return in words how the target chooses tokens, for the line of a check."""
     if not sampling.temperature:
         return "greedily"
     words = f"at temperature {sampling.temperature:g}"
@@ -82,7 +94,7 @@ def describe_sampling(sampling: Sampling) -> str:
 
 
 def describe_budget(budget: Budget) -> str:
-    """Return what may be drafted, in words."""
+    """Return in words what may be drafted, for the line of a check."""
     how = {"noise": "", "likeliest": ", likeliest children", "sampled": ", drawn children"}[
         budget.draw
     ]

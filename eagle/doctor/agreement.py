@@ -15,13 +15,18 @@ from eagle.core.drafter import TargetHead
 from eagle.core.examples import Batch
 from eagle.doctor.wiring import Wiring, draft_ids
 
-ROWS = 128  # of logits in memory at a time
-MAX_BUFFER = 2**27  # probs of the target that are kept in memory, half a gigabyte
+ROWS = 128  # slots whose logits are in memory at a time
+MAX_BUFFER = (
+    2**27
+)  # numbers: the target's probs are kept in memory up to this size, half a gigabyte
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """A head's results at every slot [S] in K levels; level 1 reads the target's states, later levels its own."""
+    """How a head's drafts agree with the target at S slots in K levels of a chain.
+
+    Level 1 reads the target's states, later levels those that the head makes itself.
+    """
 
     overlap: Tensor  # [K, S], of its probs with the target's: how often a draft sampled from them is accepted
     hits: Tensor  # [K, S], whether its likeliest token is the target's
@@ -38,7 +43,7 @@ class Agreement:
         """[K, S], whether a greedy chain reaches that level and the sequence contains the right token."""
         reached = [self.in_seq[0]]
         for level in range(1, len(self.hits)):
-            # the sequence shows what is right at this level only if it went the greedy way up to here
+            # the sequence shows the greedy target's token at this level only if it took the greedy one up to here
             is_known = _look_ahead(self.is_greedy, level - 1) & self.in_seq[level]
             reached.append(reached[-1] & self.hits[level - 1] & is_known)
         return torch.stack(reached)
@@ -54,12 +59,14 @@ class Agreement:
         return self._rates(torch.stack([_look_ahead(self.hits[0], level) for level in levels]))
 
     def _rates(self, hits: Tensor) -> list[float]:
+        """Return [K], the share of the chains that reach a level whose token there is right by `hits` [K, S]."""
         accepted = (hits & self.reached).sum(1)
         return (accepted.double() / self.reached.sum(1).clamp(min=1)).tolist()
 
     @property
     def own_state_ratio(self) -> float:
         """Tokens that later levels add from the head's own states, as a share of those from the target's states."""
+        # levels that read no drafted token have no states of the head's making
         if not self.recurrent:
             return 1.0
         # level 1 reads the target's states in both
@@ -80,8 +87,14 @@ class Agreement:
         return self._count_cycles(self.hits.double(), self.hits.double())
 
     def _count_cycles(self, accepted: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the expected tokens [M] and cycles [M] of decoding each sequence with chains of K drafts.
+
+        Args:
+            accepted: [K, S], the chance that a level's draft is accepted where the sequence goes on as it does.
+            expected: [K, S], the mean of that chance over the target's possible tokens.
+        """
         cycles = visit_slots(accepted, self.in_seq, self.seq_ids)
-        # a cycle adds its accepted drafts and one token that the target chooses
+        # a cycle adds its accepted drafts and one token that the target chooses itself
         tokens = cycles * (1 + expect_accepted(accepted, expected, self.in_seq))
         return self._sum_by_seq(tokens), self._sum_by_seq(cycles)
 
@@ -116,7 +129,7 @@ def chain_length(rates: list[float]) -> float:
 
 
 def _look_ahead(values: Tensor, count: int) -> Tensor:
-    """Return [S], the value `count` slots later; False after the last."""
+    """Return [S], the value `count` slots later; False for the last `count` slots."""
     return torch.cat([values[count:], torch.zeros_like(values[:count])])
 
 
@@ -133,15 +146,18 @@ def visit_slots(accepted: Tensor, in_seq: Tensor, seq_ids: Tensor) -> Tensor:
     """
     levels = len(accepted)
     counts = torch.bincount(seq_ids)
+    # the index of each slot within its sequence
     columns = torch.arange(len(seq_ids)) - (counts.cumsum(0) - counts)[seq_ids]
-    # [K, M, T + K + 1]: one row a sequence, with room for chains that end behind its last slot
+    # [K, M, T + K + 1]: one row a sequence, with room for chains that end after its last slot
     padded = accepted.new_zeros(levels, len(counts), int(counts.max()) + levels + 1)
     padded[:, seq_ids, columns] = accepted * in_seq
+    # [K + 1, M, ..], the chance that at least this many drafts are accepted
     at_least = torch.cat([torch.ones_like(padded[:1]), padded.cumprod(0)])
-    # [K + 1, M, ..], so many drafts accepted
+    # [K + 1, M, ..], the chance that exactly this many are
     exactly = torch.cat([at_least[:-1] - at_least[1:], at_least[-1:]])
     begins = torch.zeros_like(padded[0])
     begins[:, 1] = 1.0
+    # a sequence with one slot has no second one
     begins[counts == 1, 0] = 1.0
     # a cycle of n accepted drafts is followed by one that begins n + 1 slots later
     for column in range(int(counts.max())):
@@ -153,11 +169,12 @@ def visit_slots(accepted: Tensor, in_seq: Tensor, seq_ids: Tensor) -> Tensor:
 def expect_accepted(accepted: Tensor, expected: Tensor, in_seq: Tensor) -> Tensor:
     """Return [S], the expected number of accepted tokens of a chain that begins at a slot.
 
-    `accepted` [K, S] is the chance that a level's draft is accepted given the sequence's token. `expected` is its mean
-    over the tokens that the target might have chosen there, which has the same mean and less variance.
+    `accepted` [K, S] is the chance that a level's draft is accepted given the sequence's token. `expected` [K, S] is
+    the mean of that chance over the tokens that the target might have chosen there: the estimate is the same on
+    average, and varies less.
     """
     accepted = accepted * in_seq
-    # [K, S], the chance that a chain comes to a level
+    # [K, S], the chance that a chain reaches a level
     reached = torch.cat([torch.ones_like(accepted[:1]), accepted[:-1]]).cumprod(0)
     return (reached * expected * in_seq).sum(0)
 
@@ -207,7 +224,8 @@ def measure(
     figures = []
     in_seq = []
     for level, (states, logits) in enumerate(wiring.draft_levels(batch, wiring.levels)):
-        # after the token at `position` the target chooses the one that stands, if it does, at `following`
+        # a draft is compared with the target's choice after the token at `position`; `following` is the index of the
+        # sequence's own next token, unless the sequence ends before it
         position = slots + 1 + level
         following = (position + 1).clamp(max=last)
         in_seq.append((position < last) & (seq_of_token[following] == seq_ids))
@@ -236,7 +254,14 @@ def measure(
 def _compare_probs(
     logits: Tensor, target_probs: Tensor, tokens: Tensor, draft_tokens: Tensor | None
 ) -> Tensor:
-    """Return [n, 4]: overlap, min(1, q / p) of the sequence's token, whether the likeliest agree, and the target's."""
+    """Return [n, 4] for n slots: overlap, acceptance of a sampled draft, whether the greedy tokens agree, the target's.
+
+    Args:
+        logits: [n, D], the head's.
+        target_probs: [n, V].
+        tokens: [n], those of the sequence.
+        draft_tokens: [D], the token of each row of the head's logits; None for the whole vocabulary.
+    """
     probs = logits.float().softmax(-1)
     guess = probs.argmax(-1)
     if draft_tokens is not None:

@@ -19,7 +19,7 @@ Change = Callable[[Wiring], Wiring]
 
 
 def on_head(edit: Callable[[Any], None]) -> Change:
-    """Return a change that edits a copy of the head."""
+    """Return a change that applies `edit` to a copy of the head, so that the examined head stays."""
 
     def change(wiring: Wiring) -> Wiring:
         head = copy.deepcopy(wiring.head)
@@ -30,7 +30,7 @@ def on_head(edit: Callable[[Any], None]) -> Change:
 
 
 def map_tensors(names: list[str], function: Callable[[Tensor], Tensor]) -> Change:
-    """Return a change that puts a function of each of these parameters in its place."""
+    """Return a change that replaces each of these parameters by a function of itself."""
 
     def edit(head: Any) -> None:
         for name in names:
@@ -41,7 +41,7 @@ def map_tensors(names: list[str], function: Callable[[Tensor], Tensor]) -> Chang
 
 
 def swap_tensors(pairs: list[tuple[str, str]]) -> Change:
-    """Return a change that puts the parameters of each pair in each other's place."""
+    """Return a change that exchanges the two parameters of each pair of names."""
 
     def edit(head: Any) -> None:
         for name, peer_name in pairs:
@@ -53,12 +53,12 @@ def swap_tensors(pairs: list[tuple[str, str]]) -> Change:
 
 
 def swap_rows(name: str, peer_name: str, starts: tuple[int, int], count: int) -> Change:
-    """Return a change that exchanges so many rows of two matrices, each from its own start on."""
+    """Return a change that exchanges `count` rows of two matrices, which begin at `starts[0]` and at `starts[1]`."""
 
     def edit(head: Any) -> None:
         rows = head.get_parameter(name).data[starts[0] : starts[0] + count]
         peer_rows = head.get_parameter(peer_name).data[starts[1] : starts[1] + count]
-        # rows are views of the parameters
+        # these are views of the parameters: one must be saved before it is written over
         buffer = rows.clone()
         rows.copy_(peer_rows)
         peer_rows.copy_(buffer)
@@ -67,15 +67,15 @@ def swap_rows(name: str, peer_name: str, starts: tuple[int, int], count: int) ->
 
 
 def set_taps(taps: tuple[int, ...]) -> Change:
-    """Return a change of the target layers that the head reads."""
+    """Return a change of the layers of the target whose states the head reads."""
     return on_head(lambda head: setattr(head, "taps", taps))
 
 
 def set_rope(names: list[str], rope_parameters: dict[str, Any]) -> Change:
-    """Return a change of the rotary parameters."""
+    """Return a change of the rotary parameters; `names` are those of the head's rotary modules."""
 
     def edit(head: Any) -> None:
-        # tables are made from the shape, which the copy shares with the head
+        # rotary modules read the shape, which a copied head still shares with the original
         head.shape = copy.deepcopy(head.shape)
         head.shape.rope_parameters = rope_parameters
         device = next(head.parameters()).device
@@ -86,11 +86,11 @@ def set_rope(names: list[str], rope_parameters: dict[str, Any]) -> Change:
 
 
 def set_setting(name: str, value: Any) -> Change:
-    """Return a change of a setting, in the head and in every module that copied it."""
+    """Return a change of one setting of the head, also in the modules that copied it."""
 
     def edit(head: Any) -> None:
         head.settings = head.settings.model_copy(update={name: value})
-        # modules copy what they read of the settings when they are made
+        # modules copy the settings that they read, under the same name, when they are made
         for module in head.modules():
             if name in vars(module):
                 setattr(module, name, value)
@@ -99,13 +99,20 @@ def set_setting(name: str, value: Any) -> Change:
 
 
 def reorder_blocks(matrix: Tensor, order: tuple[int, ...]) -> Tensor:
-    """Return the matrix whose block `order[i]` of columns is block i of this one."""
+    """Return a copy of a matrix whose block `order[i]` of columns is block i of `matrix`."""
     blocks = matrix.chunk(len(order), dim=1)
     return torch.cat([blocks[order.index(i)] for i in range(len(order))], dim=1)
 
 
 def reorder_rows(matrix: Tensor, width: int, interleaved: bool) -> Tensor:
-    """Return the matrix with the rows of each attention head in halves if they were `interleaved`, or the reverse."""
+    """Return a projection whose rows are in the order of the other convention of rotary embeddings.
+
+    Args:
+        matrix: [heads * w, ..], a query or key projection.
+        width: w, of an attention head.
+        interleaved: Whether the two rows that are rotated together are neighbours; they become the same row of each
+            half of a head. Else the reverse.
+    """
     split = (width // 2, 2) if interleaved else (2, width // 2)
     # [heads, w / 2, 2, ..] or [heads, 2, w / 2, ..]
     rows = matrix.unflatten(0, (-1, width)).unflatten(1, split)

@@ -22,9 +22,9 @@ from eagle.target.borrowed import target_config
 from eagle.target.target import Target
 
 TEMPERATURES = (0.0, 1.0)
-KEEP = 0.9  # of what drafts add; heads of other seeds differ by 0.05 of it, so that less is hardly worth a run
-# of it: a head that kept 0.26 was a better start than fresh weights; no less was tried
-TRAIN_ON = 0.25
+# shares of the tokens that drafts add on the base
+KEEP = 0.9  # from which on a head is good enough: heads of other seeds differ by 0.05
+TRAIN_ON = 0.25  # from which on a head is a better start than fresh weights: it was at 0.26, no less was tried
 SIZES = ("hidden_size", "num_hidden_layers")
 
 
@@ -47,7 +47,7 @@ class Drift:
         what = f"its drafts add {self.kept:.0%} of the tokens that they add on the base"
         if self.kept >= KEEP:
             return f"keep the head: {what}"
-        # two-sided, 95 %
+        # the loss is within the two-sided 95 % interval around zero
         if self.pooled.errors > -1.96:
             return f"keep the head for now: {what}, which chance may explain over {self.prompts} prompts; give more"
         if self.kept >= TRAIN_ON:
@@ -91,7 +91,7 @@ def measure_drift(
     head, refusal = open_head(folder, base_path)
     if refusal:
         return refusal
-    # an adapter has the sizes of its base
+    # an adapter has the sizes of its base by construction, so only a whole model is compared
     is_adapter = _is_adapter(Path(target_path))
     if not is_adapter:
         base_config = target_config(base_path)
@@ -132,7 +132,7 @@ def count_cycles(target: Target, head: Any, prompts: Sequence[list[int]]) -> dic
     drafter = in_dtype(drafter, target.model.dtype).bind(target.head)
     counts = {}
     for temperature in TEMPERATURES:
-        # every answer is sampled with the same noise on both models
+        # requests are numbered alike on both models, so that an answer is sampled with the same noise
         traces = generate(
             target,
             drafter,
@@ -144,6 +144,7 @@ def count_cycles(target: Target, head: Any, prompts: Sequence[list[int]]) -> dic
         tokens = []
         cycles = []
         for trace in traces:
+            # raises the error of an answer that failed
             trace.checked()
             tokens.append(sum(cycle.committed for cycle in trace.cycles))
             cycles.append(len(trace.cycles))

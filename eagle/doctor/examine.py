@@ -70,7 +70,7 @@ def examine(
         prompts: A JSONL file; the built-in prompts if it is None.
         server: The address of an engine whose acceptance is compared.
     """
-    # what may be refused is read first: an examination takes minutes
+    # what may be refused is read first, as an examination takes minutes
     counts = read_server(server) if server else None
     questions = read_prompts(prompts)
     head, refusal = open_head(folder, target_path)
@@ -117,7 +117,7 @@ def examine(
 
 
 def describe_prompts(count: int, file: str | None) -> str:
-    """Return whose prompts the target answered, as acceptance differs from one kind of prompts to another."""
+    """Return a note on whose prompts the target answered: acceptance differs from one kind of prompts to another."""
     if file is None:
         return (
             f"measured on the doctor's own {count} prompts, which may differ from your data: --prompts FILE takes "
@@ -127,7 +127,7 @@ def describe_prompts(count: int, file: str | None) -> str:
 
 
 def open_head(folder: str | Path, target_path: str) -> tuple[Any, Diagnosis | None]:
-    """Return the head in its stored dtype, or the reason why it cannot be read."""
+    """Return the head in its stored dtype; or None, and a diagnosis that says why it cannot be read."""
     try:
         head = read_head(folder, target_path)
     except UntrustedCode:
@@ -147,7 +147,7 @@ def open_head(folder: str | Path, target_path: str) -> tuple[Any, Diagnosis | No
             f"{folder} is a {kind}, which has no draft_levels, expected a head whose levels can be seen: "
             "write draft_levels(batch, frozen, levels), as eagle/drafters/recurrent/unroll.py does"
         )
-    # engines compute in the dtype of the matrices
+    # engines compute in the dtype of the matrices, so the head is examined in the commonest one
     tensors = read_tensors(folder_at(folder)).stored.values()
     dtypes = [
         tensor.dtype
@@ -159,7 +159,10 @@ def open_head(folder: str | Path, target_path: str) -> tuple[Any, Diagnosis | No
 
 
 def borrow_embedding(folder: str | Path, target: Target) -> TargetHead:
-    """Return the target's head, with the folder's own embedding, which engines read, if it has another of this size."""
+    """Return the target's embedding and LM head; if a head's folder has a different embedding, with that one.
+
+    Engines read the embedding in the folder, so that figures with the target's would not be those of serving.
+    """
     stored, _ = read_folder(folder_at(folder))
     weight = target.head.embedding.get_parameter("weight")
     entry = stored.entry(EMBEDDING)
@@ -171,7 +174,7 @@ def borrow_embedding(folder: str | Path, target: Target) -> TargetHead:
     if not count_differing_rows(rows, target_rows):
         return target.head
     embedding = nn.Embedding.from_pretrained(rows.to(weight))
-    # engines multiply only the target's own
+    # engines scale only the target's own embedding
     return replace(target.head, embedding=embedding, embed_scale=1.0)
 
 
@@ -202,7 +205,7 @@ def diagnose(
         needs_more=needs_more,
     )
     wiring = replace(wiring, recurrent=wiring.reads_drafts(select_texts(texts, 0, 1)))
-    # figures are those of the head as it is; all that follows is without the faults that were found
+    # `figures` are of the unchanged head; find_faults returns a wiring without the faults that it found
     notes = _describe(head, target, texts)
     notes.append(f"does not apply to this head: {', '.join(list_missing(wiring, target))}")
     figures = measure_timed(wiring, target, texts)
@@ -226,11 +229,14 @@ def diagnose(
 def find_faults(
     wiring: Wiring, target: Target, texts: Batch, figures: Agreement
 ) -> tuple[Wiring, list[Effect], list[Effect]]:
-    """Return the wiring without the faults that were found, these faults, and all further changes, the best first."""
+    """Return the wiring with all found faults mended, these faults, and all further changes, the best first.
+
+    `figures` are those of the unchanged head.
+    """
     faults: list[Effect] = []
     is_untrained = _is_untrained(wiring.head, figures)
     choosing, confirming = split_texts(texts, CHOOSING)
-    # greedily: the best change is made before the next one is looked for
+    # greedily: the best change is kept before the next one is searched
     for _ in range(ROUNDS):
         tried = search_changes(wiring, target, choosing)
         likely = try_changes(
@@ -241,14 +247,14 @@ def find_faults(
         faults.append(likely[0])
         wiring = likely[0].probe.change(wiring)
     if not faults:
-        # of a head that no change helps, a branch that does nothing is the fault
+        # if no change helps, the fault may be a branch whose removal costs nothing
         removals = try_changes(wiring, list_removals(wiring), texts, target)
         faults = [effect for effect in removals if effect.is_idle or effect.is_sure]
     return wiring, faults, [*likely, *tried[CANDIDATES:]]
 
 
 def count_levels(head: TrainableDrafter) -> int:
-    """Return the number of levels that are examined."""
+    """Return the number of levels that are examined: of a head that drafts several at once all, else a short chain."""
     return LEVELS if head.parts.levels is None else min(head.parts.levels, MAX_LEVELS)
 
 
@@ -270,13 +276,14 @@ def measure_timed(wiring: Wiring, target: Target, texts: Batch) -> Agreement:
 
 
 def search_changes(wiring: Wiring, target: Target, texts: Batch) -> list[Effect]:
-    """Return the effects of all single changes, best first; those that look promising at a glance come first.
+    """Return the effects of all single changes, best first.
 
-    What does nothing at all in that glance at a few answers is not looked at again.
+    All are tried on a few answers, at a glance. The best of them are tried on all these answers and come first, unless
+    they had no effect at the glance.
     """
     count = len(texts.lengths)
     glance = select_texts(texts, 0, max(count // GLANCE, min(count, CANDIDATES)))
-    # a hundred changes are many: most of them show at a few answers that they are none
+    # there may be a hundred changes: a few answers show of most that they do not help
     tried = try_changes(wiring, list_probes(wiring, target), glance, target)
     likely = [effect.probe for effect in tried if not effect.is_unchanged][:LIKELY]
     unlikely = [effect for effect in tried if effect.probe not in likely]
@@ -286,7 +293,7 @@ def search_changes(wiring: Wiring, target: Target, texts: Batch) -> list[Effect]
 def try_changes(
     wiring: Wiring, probes: Sequence[Probe], texts: Batch, target: Target
 ) -> list[Effect]:
-    """Return the effect of every single change on these answers, best first."""
+    """Return the effect of each single change on the acceptance in these answers, best first."""
     reference = TargetProbs(texts, target.head)
     before = measure(wiring, texts, target.head, reference)
     effects = []
@@ -301,7 +308,10 @@ def try_changes(
 def weigh_findings(
     fatal: Sequence[Finding], tried: Sequence[Effect]
 ) -> tuple[list[str], list[str]]:
-    """Return the findings of `inspect` that count, and a note where drafts refute the one that drafts can refute."""
+    """Return the fatal findings of `inspect` that stay, and notes on those that measured drafts refute.
+
+    Only a finding on rope_theta can be refuted, by the effect of a change to the target's theta.
+    """
     stands = []
     refuted = []
     with_target_rope = next((effect for effect in tried if effect.probe.kind == "rope"), None)
@@ -319,7 +329,7 @@ def weigh_findings(
 def try_templates(
     head: Any, target: Target, questions: Sequence[str], trained: dict[str, Any], figures: Agreement
 ) -> list[str]:
-    """Return notes on the acceptance if a server renders the prompts with other arguments of the chat template.
+    """Return notes on the acceptance length if a server renders the prompts with other chat template arguments.
 
     `trained` are the arguments of the head's training, with which `figures` were measured.
     """
@@ -331,7 +341,7 @@ def try_templates(
     notes = []
     for template_kwargs in variants:
         prompts = render_prompts(target, questions, **template_kwargs)
-        # a template may know nothing of an argument
+        # a template may ignore an argument
         if prompts != usual:
             texts = answer_prompts(target, prompts)
             after = measure(Wiring(head, target.head, levels=len(figures.hits)), texts, target.head)
@@ -344,7 +354,7 @@ def try_templates(
 
 
 def _is_untrained(head: Any, figures: Agreement) -> bool:
-    """Whether a head knows nothing and its norms are where training starts: what helps it is chance."""
+    """Return whether a head is hardly ever right and its norms are where training starts: what helps it is chance."""
     return (
         bool(_norm_gains(head))
         and figures.rates()[0] < MAX_RATE_UNRELATED
@@ -353,6 +363,7 @@ def _is_untrained(head: Any, figures: Agreement) -> bool:
 
 
 def _norm_gains(head: Any) -> list[Tensor]:
+    """Return the gains of the head's norms, in float32."""
     named = head.named_parameters()
     gains = [gain for name, gain in named if gain.dim() == 1 and "norm" in name]
     return [gain.detach().float() for gain in gains]
@@ -369,7 +380,7 @@ def _norm_shift(head: Any) -> float:
 
 @torch.no_grad()
 def _describe(head: Any, target: Target, texts: Batch) -> list[str]:
-    """Return figures that explain without being a fault."""
+    """Return notes that explain a low acceptance without being a fault: on the draft vocabulary and the LM head."""
     notes = []
     target_rows = target.head.weight
     draft_tokens = draft_ids(head)
@@ -411,7 +422,10 @@ def _read_provenance(folder: str | Path) -> dict[str, Any]:
 
 
 def _read_expected(provenance: dict[str, Any]) -> tuple[list[float], str]:
-    """Return the acceptance at each position of a chain, as the export or training recorded it, and which of them."""
+    """Return the acceptance that was recorded for each position of a chain, and whether by export or by training.
+
+    The list is empty where nothing was recorded.
+    """
     exported = provenance.get("acceptance")
     rates = exported.get("per_position") if isinstance(exported, dict) else None
     if isinstance(rates, list) and rates and all(isinstance(rate, float) for rate in rates):

@@ -30,25 +30,26 @@ from eagle.doctor.wiring import Wiring, draft_ids, find_tensors
 from eagle.drafters.parts.decoder_block import Rotary
 from eagle.target.target import Target
 
-# What a check yields. Each is given the head, the head with its inputs, and the target.
-Found = Iterator[tuple[str, str, Change]]  # kind, fault and change
-TensorPairs = list[tuple[str, str]]  # names of tensors that are alike
+# What each check below yields: kind, fault and change, the fields of a `Probe`. It takes the head, the head with its
+# inputs, and the target; most need only some of them.
+ProbeFields = Iterator[tuple[str, str, Change]]
+TensorPairs = list[tuple[str, str]]  # names of tensors that may have been exchanged
 
 THETA = "rope_theta"
-# the two conventions are one apart
+# notes on layer ids by the shift that mends them: ids of inputs and of outputs are one apart
 COUNTED = {
     1: " (outputs were counted)",
     -1: " (they were taken for outputs)",
 }
-GUESS = "another rope"  # of values that nothing speaks for
+GUESS = "another rope"  # the kind of rope probes with values that no config suggests
 ATTENTION = {"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj"}
-# the last matrix of what adds to the residual
+# the last matrix of each branch that adds to the residual stream
 BRANCHES = {
     "mlp.down_proj": "MLP",
     "self_attn.o_proj": "attention",
 }
-LAST_TOKENS = 4  # of a vocabulary, where those are that no sequence has
-MAX_TOKENS = 24  # that are tried in place of a mask token
+LAST_TOKENS = 4  # of a vocabulary, which are often unused, as a mask token must be
+MAX_TOKENS = 24  # that are tried as the mask token
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ def list_missing(wiring: Wiring, target: Target) -> list[str]:
 
 
 def list_removals(wiring: Wiring) -> list[Probe]:
-    """Return the removal of each branch that adds to a residual stream."""
+    """Return a probe for each branch that adds to a residual stream, an attention or an MLP, which removes it."""
     probes = []
     for ending, branch in BRANCHES.items():
         for name in find_tensors(wiring.head, f"{ending}.weight"):
@@ -88,8 +89,8 @@ def list_removals(wiring: Wiring) -> list[Probe]:
 # -- what it reads of the target --------------------------------------------------------------------------------------
 
 
-def probe_layer_ids(head: Any, wiring: Wiring, target: Target) -> Found:
-    """Change which layers' inputs are read: one or two more or less, all together or one alone."""
+def probe_layer_ids(head: Any, wiring: Wiring, target: Target) -> ProbeFields:
+    """Yield changes of the layers whose inputs are read: all ids one or two higher or lower, or one id by one."""
     last = len(target.layers)
     if head.taps == (-1,):
         fault = "trained on the state in front of the final norm, reads the one behind it"
@@ -101,8 +102,8 @@ def probe_layer_ids(head: Any, wiring: Wiring, target: Target) -> Found:
         yield from _shift_layer_ids(head.taps, last)
 
 
-def _shift_layer_ids(taps: tuple[int, ...], last: int) -> Found:
-    """Yield other layer ids than these; `last` is the id of the last layer's output."""
+def _shift_layer_ids(taps: tuple[int, ...], last: int) -> ProbeFields:
+    """Yield changes to layer ids near these; `last` is the id of the last layer's output."""
     layers = [last if tap == -1 else tap for tap in taps]
     for shift in (1, -1, 2, -2):
         shifted = tuple(layer + shift for layer in layers)
@@ -121,21 +122,21 @@ def _shift_layer_ids(taps: tuple[int, ...], last: int) -> Found:
 
 
 def _too(shift: int) -> str:
-    """Return what is wrong with a number to which `shift` must be added."""
+    """Return in words what is wrong with a number to which `shift` must be added."""
     return "too low" if shift > 0 else "too high"
 
 
-def probe_positions(head: Any, wiring: Wiring, target: Target) -> Found:
-    """Give the token or the state of the position before."""
-    # Both could be served. A token or a state from further on would be the answer itself.
+def probe_positions(head: Any, wiring: Wiring, target: Target) -> ProbeFields:
+    """Yield changes that feed the token, or the state, of the position before."""
+    # an engine could serve both; a token or a state of a later position would be the answer itself, so it is not tried
     if wiring.token_back == wiring.state_back == 0:
         fault = "trained with the {} one place earlier than it is given"
         yield "position", fault.format("token"), lambda wiring: replace(wiring, token_back=1)
         yield "position", fault.format("state"), lambda wiring: replace(wiring, state_back=1)
 
 
-def probe_embedding(head: Any, wiring: Wiring, target: Target) -> Found:
-    """Read the target's embedding instead of the folder's, or scale it otherwise."""
+def probe_embedding(head: Any, wiring: Wiring, target: Target) -> ProbeFields:
+    """Yield a change to the target's embedding where the folder brings another, else to another embedding scale."""
     borrowed = wiring.target_head
     if borrowed.embedding is not target.head.embedding:
         fault = "its folder's embed_tokens are not the target's, with which it drafts better"
@@ -154,11 +155,12 @@ def probe_embedding(head: Any, wiring: Wiring, target: Target) -> Found:
     yield "embedding", fault, lambda wiring: replace(wiring, target_head=rescaled)
 
 
-def probe_tap_order(head: Any, wiring: Wiring, target: Target) -> Found:
-    """Fuse the target's states in another order."""
+def probe_tap_order(head: Any, wiring: Wiring, target: Target) -> ProbeFields:
+    """Yield changes of the order in which the target's states are fused."""
     names = head.parts.by_tap
     if not names:
         return
+    # either the columns of fc are in another order, or the layer ids are
     for order in list_orders(len(head.taps)):
         if "fc.weight" in names:
             change = map_tensors(
@@ -179,7 +181,7 @@ def probe_tap_order(head: Any, wiring: Wiring, target: Target) -> Found:
 
 
 def list_orders(count: int) -> list[tuple[int, ...]]:
-    """Return all other orders of up to three taps; of more those with two exchanged, turned round, or reversed."""
+    """Return the orders of `count` taps to try: all others of up to three, else swaps, rotations and the reverse."""
     usual = tuple(range(count))
     if count <= 3:
         return list(permutations(usual))[1:]
@@ -192,8 +194,8 @@ def list_orders(count: int) -> list[tuple[int, ...]]:
     return list(dict.fromkeys(orders))
 
 
-def probe_tokens(head: Any, wiring: Wiring, target: Target) -> Found:
-    """Read another token as the mask token."""
+def probe_tokens(head: Any, wiring: Wiring, target: Target) -> ProbeFields:
+    """Yield changes of the mask token: to one of the last tokens of the vocabulary, or a special token."""
     special = getattr(target.tokenizer, "all_special_ids", None) or []
     last = reversed(range(target.vocab_size)[-LAST_TOKENS:])
     likely = [token for token in dict.fromkeys((*last, *special)) if 0 <= token < target.vocab_size]
@@ -207,8 +209,8 @@ def probe_tokens(head: Any, wiring: Wiring, target: Target) -> Found:
 # -- how its modules are put together ---------------------------------------------------------------------------------
 
 
-def probe_fc_bias(head: Any, wiring: Wiring, target: Target) -> Found:
-    """Drop the bias of the fusion."""
+def probe_fc_bias(head: Any, wiring: Wiring, target: Target) -> ProbeFields:
+    """Yield a change that drops the bias of fc, which fuses the target's states."""
     names = find_tensors(head, "fc.bias")
     if names:
         yield (
@@ -218,9 +220,9 @@ def probe_fc_bias(head: Any, wiring: Wiring, target: Target) -> Found:
         )
 
 
-def probe_halves(head: Any, wiring: Wiring, target: Target) -> Found:
-    """Exchange the columns of a matrix that reads token and state together."""
-    # as it is trained, and as it may have been written
+def probe_halves(head: Any, wiring: Wiring, target: Target) -> ProbeFields:
+    """Yield changes that exchange the two halves of the columns of a matrix that reads embedding and state."""
+    # the order that the head expects, then the one that its file may have
     order = [
         "embedding; state",
         "state; embedding",
@@ -240,19 +242,19 @@ def probe_halves(head: Any, wiring: Wiring, target: Target) -> Found:
 
 
 def reads_state_first(head: Any) -> bool:
-    """Whether a head is said to read the state before the embedding."""
+    """Whether a head's config says that its state comes before the embedding in joint matrices."""
     return bool(head.network.get("hidden_first", False))
 
 
-def probe_alike(head: Any, wiring: Wiring, target: Target) -> Found:
-    """Exchange tensors that the head calls alike."""
+def probe_alike(head: Any, wiring: Wiring, target: Target) -> ProbeFields:
+    """Yield changes that exchange two tensors that the head declares easy to mix up."""
     for pair in head.parts.alike:
         names = " and ".join(name.removesuffix(".weight") for name in pair)
         yield "alike", f"{names} are swapped", swap_tensors([pair])
 
 
-def probe_norms(head: Any, wiring: Wiring, target: Target) -> Found:
-    """Exchange two norms, leave one out, or read gains as offsets."""
+def probe_norms(head: Any, wiring: Wiring, target: Target) -> ProbeFields:
+    """Yield changes that exchange two norms, leave one out, or read their gains as offsets from 1."""
     width = (head.shape.hidden_size,)
     gains = [
         name
@@ -260,10 +262,13 @@ def probe_norms(head: Any, wiring: Wiring, target: Target) -> Found:
         if gain.shape == width and name.endswith(".weight")
     ]
     norms = [name.removesuffix(".weight") for name in gains]
+    # all norms of the head's width have one shape, so that a conversion may mix them up
     for first, second in combinations(norms, 2):
         matches = [re.match(r"layers\.\d+\.", name) for name in (first, second)]
         blocks = {match[0] for match in matches if match}
-        if len(blocks) < 2:  # other than whole blocks, no conversion mixes two of them up
+        if (
+            len(blocks) < 2
+        ):  # a conversion may swap whole blocks, but hardly norms of two different blocks
             change = swap_tensors([(f"{first}.weight", f"{second}.weight")])
             yield "norms", f"{first} and {second} are swapped", change
     for name in norms:
@@ -274,22 +279,22 @@ def probe_norms(head: Any, wiring: Wiring, target: Target) -> Found:
         yield "norm gains", fault, map_tensors(gains, lambda gain: gain + 1)
 
 
-def probe_switches(head: Any, wiring: Wiring, target: Target) -> Found:
-    """Negate a switch of the network, such as `norm_before_residual`."""
+def probe_switches(head: Any, wiring: Wiring, target: Target) -> ProbeFields:
+    """Yield changes that negate a switch of the network, such as `norm_before_residual`."""
     for name, value in head.network.items():
         if isinstance(value, bool):
             yield name, f"{name} is {value}, expected {not value}", set_setting(name, not value)
 
 
-def probe_rope(head: Any, wiring: Wiring, target: Target) -> Found:
-    """Change the rotary base and scaling, or the order of the rows that are rotated."""
+def probe_rope(head: Any, wiring: Wiring, target: Target) -> ProbeFields:
+    """Yield changes of the rotary base and scaling, and of the order of the rows that are rotated."""
     rotaries = [name for name, module in head.named_modules() if isinstance(module, Rotary)]
     if not rotaries:
         return
     current = dict(head.shape.rope_parameters)
     theta = current[THETA]
     stated = f"rope theta is {theta:g} ({current.get('rope_type', 'default')})"
-    # two of these may be the same, as where the target's scaling is none
+    # two of these may be the same, as where the target has no scaling
     tried = [current]
     for kind, meant, rope_parameters in _list_ropes(current, target):
         if rope_parameters not in tried:
@@ -314,7 +319,7 @@ def probe_rope(head: Any, wiring: Wiring, target: Target) -> Found:
 def _list_ropes(
     current: dict[str, Any], target: Target
 ) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield kind, words and rotary parameters of what a head may have been trained with."""
+    """Yield rotary parameters that a head may have been trained with: kind, description, parameters."""
     theta = current[THETA]
     of_target = dict(getattr(target.config, "rope_parameters", None) or {})
     target_theta = of_target.get(THETA)
@@ -327,8 +332,8 @@ def _list_ropes(
     yield GUESS, "no scaling", {"rope_type": "default", THETA: theta}
 
 
-def probe_projections(head: Any, wiring: Wiring, target: Target) -> Found:
-    """Exchange two projections in all blocks."""
+def probe_projections(head: Any, wiring: Wiring, target: Target) -> ProbeFields:
+    """Yield changes that exchange two projections in all blocks, where their shapes are the same."""
     for first, second in (
         ("mlp.gate_proj", "mlp.up_proj"),
         ("self_attn.q_proj", "self_attn.k_proj"),
@@ -347,16 +352,17 @@ def _shape(head: Any, name: str) -> torch.Size:
     return shape
 
 
-def probe_rows(head: Any, wiring: Wiring, target: Target) -> Found:
-    """Exchange rows of two projections of attention."""
-    # as where a joint matrix is cut into queries, keys and values by another split than it was made with
+def probe_rows(head: Any, wiring: Wiring, target: Target) -> ProbeFields:
+    """Yield changes that exchange rows of two projections of attention."""
+    # a conversion may have split a joint matrix into queries, keys and values at the wrong rows
     for projection, peer_projection in combinations(ATTENTION.values(), 2):
         names = find_tensors(head, f"{projection}.weight")
         peer_names = find_tensors(head, f"{peer_projection}.weight")
         for name, peer_name in zip(names, peer_names, strict=False):
             size = len(head.get_parameter(name))
             peer_size = len(head.get_parameter(peer_name))
-            # keys of grouped heads are fewer than queries: all of them for as many queries, else half for half
+            # with grouped heads keys have fewer rows than queries, and all are swapped with as many query rows; of
+            # matrices of one size a half is swapped
             count = peer_size if size > peer_size else peer_size // 2
             for start in range(0, size - count + 1, count):
                 peer_start = start if size == peer_size else 0
@@ -366,8 +372,8 @@ def probe_rows(head: Any, wiring: Wiring, target: Target) -> Found:
                 yield "rows", f"rows {rows} and {peer_rows} are swapped", change
 
 
-def probe_square_matrices(head: Any, wiring: Wiring, target: Target) -> Found:
-    """Transpose each square matrix in turn, as its shape does not tell whether it was stored transposed."""
+def probe_square_matrices(head: Any, wiring: Wiring, target: Target) -> ProbeFields:
+    """Yield changes that transpose a square matrix, whose shape does not tell whether it was stored transposed."""
     square: dict[str, list[str]] = {}
     for name, tensor in head.named_parameters():
         if tensor.dim() == 2 and tensor.shape[0] == tensor.shape[1]:
@@ -382,16 +388,16 @@ def probe_square_matrices(head: Any, wiring: Wiring, target: Target) -> Found:
         )
 
 
-def probe_numbered_parts(head: Any, wiring: Wiring, target: Target) -> Found:
-    """Exchange two blocks of a stack, or two levels."""
-    # modules with a number are blocks of a stack, or one for each level: the shapes of their tensors
+def probe_numbered_parts(head: Any, wiring: Wiring, target: Target) -> ProbeFields:
+    """Yield changes that exchange two blocks of a stack, or the modules of two levels."""
+    # by stack and number, as in `layers.0`, the shapes of the module's tensors
     shapes: dict[tuple[str, str], dict[str, torch.Size]] = {}
     for name, tensor in head.named_parameters():
         match = re.match(r"(.*?)\.(\d+)\.(.*)", name)
         if match:
             stack, index, rest = match.groups()
             shapes.setdefault((stack, index), {})[rest] = tensor.shape
-    # by two numbers and the stack in which both are alike, the pairs of their tensors
+    # by two numbers, and by a stack in which these two modules have the same shapes, the pairs of their tensors
     alike: dict[tuple[str, str], dict[str, TensorPairs]] = {}
     for (stack, first), (peer_stack, second) in combinations(shapes, 2):
         tensors = shapes[stack, first]
@@ -399,7 +405,9 @@ def probe_numbered_parts(head: Any, wiring: Wiring, target: Target) -> Found:
             continue
         pairs = [(f"{stack}.{first}.{name}", f"{stack}.{second}.{name}") for name in tensors]
         alike.setdefault((first, second), {})[stack] = pairs
-        if max(map(len, tensors.values())) > 1:  # norms are asked about one by one
+        if (
+            max(map(len, tensors.values())) > 1
+        ):  # modules with vectors alone are norms, which probe_norms swaps
             yield (
                 "numbered parts",
                 f"{stack}.{first} and {stack}.{second} are swapped",
@@ -414,13 +422,13 @@ def probe_numbered_parts(head: Any, wiring: Wiring, target: Target) -> Found:
 # -- what it says -----------------------------------------------------------------------------------------------------
 
 
-def probe_lm_head(head: Any, wiring: Wiring, target: Target) -> Found:
-    """Put the target's own rows into the LM head."""
+def probe_lm_head(head: Any, wiring: Wiring, target: Target) -> ProbeFields:
+    """Yield a change that replaces the rows of the LM head by the target's own."""
     rows = target.head.weight.data * target.head.logit_scale
     draft_tokens = draft_ids(head)
     if draft_tokens is not None:
         rows = rows[draft_tokens.clamp(0, len(rows) - 1).to(rows.device)]
-    # tables that are alike, as Markov's, may have the shape of an LM head
+    # other tables that a head declares easy to mix up may have the shape of an LM head
     tables = {name for pair in head.parts.alike for name in pair}
     names = [
         name
@@ -433,15 +441,15 @@ def probe_lm_head(head: Any, wiring: Wiring, target: Target) -> Found:
         yield "lm_head", fault, map_tensors(names, lambda matrix: rows.to(matrix))
 
 
-def probe_d2t(head: Any, wiring: Wiring, target: Target) -> Found:
-    """Read the draft vocabulary otherwise."""
+def probe_d2t(head: Any, wiring: Wiring, target: Target) -> ProbeFields:
+    """Yield changes of the draft vocabulary: how d2t is read, or which tokens its rows are."""
     draft_tokens = draft_ids(head)
     if draft_tokens is None:
         return
     d2t = head.get_buffer("d2t")
     vocab_size = head.shape.vocab_size
     row_ids = torch.arange(len(draft_tokens)).to(draft_tokens)
-    # what is wrong, and the tokens that the rows stand for if so
+    # what may be wrong, and the token of each row if so
     meant: list[tuple[str, Tensor]] = []
     may_be_ids = int(d2t.min()) >= 0 and int(d2t.max()) < vocab_size
     if may_be_ids and not torch.equal(d2t, draft_tokens):
@@ -460,8 +468,8 @@ def probe_d2t(head: Any, wiring: Wiring, target: Target) -> Found:
         yield "d2t", f"d2t {what}", change
 
 
-def probe_precision(head: Any, wiring: Wiring, target: Target) -> Found:
-    """Compute in float32."""
+def probe_precision(head: Any, wiring: Wiring, target: Target) -> ProbeFields:
+    """Yield a change that computes in float32."""
     stored = next(head.parameters()).dtype
     if stored != torch.float32:
         fault = (
@@ -470,7 +478,7 @@ def probe_precision(head: Any, wiring: Wiring, target: Target) -> Found:
         yield "dtype", fault, on_head(lambda head: head.float())
 
 
-CHECKS: tuple[Callable[[Any, Wiring, Target], Found], ...] = (
+CHECKS: tuple[Callable[[Any, Wiring, Target], ProbeFields], ...] = (
     probe_layer_ids,
     probe_positions,
     probe_embedding,

@@ -39,13 +39,18 @@ class ServerCounts:
         return text
 
     def compare(self, per_position: Sequence[float], source: str) -> str:
-        """Compare the server's acceptance at each position of a chain with that of `source`."""
+        """Return a sentence that compares the server's acceptance with that of `source`.
+
+        Args:
+            per_position: How often `source` accepts a chain up to each position.
+            source: What was measured, as the sentence names it.
+        """
         text = str(self)
         positions = len(per_position)
         counted = self.tau
         if self.per_position:
             positions = min(positions, len(self.per_position))
-            # of chains of the same length
+            # the acceptance length with chains as short as the others
             counted = 1 + sum(self.per_position[:positions])
         expected = 1 + sum(per_position[:positions])
         text += f". {source} keeps {expected:.3f} with chains of {positions}"
@@ -64,12 +69,12 @@ class ServerCounts:
 
 
 def read_server(url: str) -> ServerCounts:
-    """Return the counters of a running vLLM or SGLang."""
-    check_address(url, "the server", "show its metrics without one")
+    """Return the acceptance counts of a running vLLM or SGLang, from its page /metrics in Prometheus' format."""
+    check_address(url, "the server", advice="show its metrics without one")
     address = url if url.rstrip("/").endswith("/metrics") else f"{url.rstrip('/')}/metrics"
     try:
-        with make_opener().open(address, timeout=SECONDS) as answer:
-            text = answer.read().decode("utf-8", "replace")
+        with make_opener().open(address, timeout=SECONDS) as response:
+            text = response.read().decode("utf-8", "replace")
     except (OSError, HTTPException) as error:
         raise ValueError(
             f"no metrics at {address}: {error}; SGLang shows them with --enable-metrics"
@@ -94,7 +99,7 @@ def parse_metrics(text: str, source: str) -> ServerCounts:
                 by_position[position] = by_position.get(position, 0.0) + value
         elif name == LENGTH and value > 0:
             lengths.append(value)
-    # vLLM counts, SGLang shows the mean of its latest answers
+    # vLLM has counters, SGLang only the mean acceptance length of its latest answers
     if drafts:
         rates = tuple(by_position[position] / drafts for position in sorted(by_position))
         return ServerCounts("vLLM", 1 + accepted / drafts, rates, int(drafts))

@@ -24,7 +24,10 @@ from eagle.target.target import Target
 
 NEW_TOKENS = 96  # of an answer
 BATCH_SIZE = 16  # answers that are decoded together
-TEMPERATURES = (0.0, *[1.0] * 11)  # of the answers to each prompt; greedy ones repeat themselves
+TEMPERATURES = (
+    0.0,
+    *[1.0] * 11,
+)  # of the answers to each prompt: one greedy, as a second would be the same
 ENOUGH_TOKENS = 5760  # of all answers, after which none is asked for again: twelve prompts, five full answers each
 PROMPTS = (
     "What is a hash table, and when is it slower than a list?",
@@ -71,11 +74,15 @@ def read_prompts(file: str | None) -> list[str]:
 
 
 def _first_turn(record: Any) -> str | None:
-    """Return the first user text of a record, or None."""
+    """Return the text of the first user turn of a record, or None.
+
+    A record may be a text, a list of turns, or a dict with a text or turns under one of several keys.
+    """
     if isinstance(record, str):
         return record
     if isinstance(record, list):
         for turn in record:
+            # ShareGPT's files call the role `from`
             role = turn.get("role", turn.get("from")) if isinstance(turn, dict) else "user"
             if role != "system":
                 return _first_turn(turn)
@@ -89,7 +96,7 @@ def _first_turn(record: Any) -> str | None:
 def render_prompts(
     target: Target, prompts: Sequence[str], **template_kwargs: Any
 ) -> list[list[int]]:
-    """Return token ids of the prompts, as the target's chat template asks them where it has one."""
+    """Return the token ids of the prompts, rendered by the target's chat template if it has one."""
     if target.tokenizer is None:
         raise ValueError(
             "this target has no tokenizer: load it from a folder with its tokenizer's files"
@@ -141,6 +148,7 @@ def answer_prompts(
             tokens = torch.tensor([*trace.prompt, *trace.tokens])
             mask = torch.arange(len(tokens)) >= len(trace.prompt)
             total += len(trace.tokens)
+            # a slot is two positions before the token that it drafts, so an answer needs a token from the third on
             if mask[2:].any():
                 answers.append(Example(tokens, mask, read_states(target, tokens)))
     target.forget()
@@ -151,7 +159,7 @@ def answer_prompts(
 
 
 def split_texts(batch: Batch, parts: int) -> tuple[Batch, Batch]:
-    """Return the first 1 / `parts` of the sequences, and the others; all of them twice if there are too few."""
+    """Return the first 1 / `parts` of the sequences, and the rest; all of them twice if that gives fewer than two."""
     count = len(batch.lengths) // parts
     if count < 2:
         return batch, batch
@@ -160,6 +168,7 @@ def split_texts(batch: Batch, parts: int) -> tuple[Batch, Batch]:
 
 def select_texts(batch: Batch, start: int, end: int) -> Batch:
     """Return a range of a batch's sequences, without copying."""
+    # the tokens of all sequences are in one dimension
     rows = slice(sum(batch.lengths[:start]), sum(batch.lengths[:end]))
     return Batch(
         tokens=batch.tokens[rows],
@@ -174,13 +183,13 @@ def select_texts(batch: Batch, start: int, end: int) -> Batch:
 def count_chains(
     target: Target, head: TrainableDrafter, prompts: Sequence[Sequence[int]], depth: int
 ) -> list[float]:
-    """Return the acceptance at each position of a chain in greedy answers of this decoder, counted as engines count."""
+    """Return how often greedy decoding here accepts a chain up to each position, counted as engines count it."""
     drafter = head.bind(target.head)
     budget = Budget.fixed(chain_paths(depth))
     accepted = []
     for prompt in progress(prompts, "chains as the server's", len(prompts), unit="prompts"):
         trace = generate(target, drafter, list(prompt), budget=budget, max_new_tokens=NEW_TOKENS)
-        # chains that the answer's end cut short are not counted
+        # chains that the answer's end cuts short are not counted
         accepted += [cycle.accepted for cycle in trace.cycles if cycle.depth == depth]
     target.forget()
     rates = []
@@ -196,14 +205,14 @@ def every_tap(target: Target) -> tuple[int, ...]:
 
 
 def read_states(target: Target, tokens: Tensor) -> Tensor:
-    """Return [T, L + 2, D], the states that `every_tap` names."""
+    """Return [T, L + 2, D], the target's states of a sequence at all taps of `every_tap`, in their order."""
     taps = every_tap(target)
     outputs: list[Tensor] = []
 
     def record(layer: nn.Module, inputs: Any, output: Any) -> None:
         outputs.append(output[0] if isinstance(output, tuple) else output)
 
-    # the last layer's output is no layer's input
+    # taps are inputs of layers, which the last layer's output is not: a hook records it
     with target.layers[-1].register_forward_hook(record):
         states = target.features(tokens[None], (*taps[:-2], -1))[0]
     last = outputs[0].reshape(-1, 1, states.shape[-1]).to(states)

@@ -56,7 +56,7 @@ class Gain:
         for tokens, cycles in (before, after):
             length = float(tokens.sum() / cycles.sum())
             lengths.append(length)
-            # the ratio's first-order change if a sequence is drawn once more (delta method)
+            # delta method: the first-order change of the ratio tokens / cycles by each sequence
             residuals.append((tokens - length * cycles) / cycles.mean())
         count = len(residuals[0])
         spread = float((residuals[1] - residuals[0]).std()) if count > 1 else 0.0
@@ -102,7 +102,7 @@ class Effect:
 
     @property
     def min_share(self) -> float:
-        """The smaller of both gains, as a share of the drafted tokens: what flattens probs raises only one."""
+        """The smaller of both gains, as a share of the drafted tokens: flatter probs alone raise only one of them."""
         return min(self.sampled.share, self.greedy.share)
 
     @property
@@ -128,20 +128,24 @@ class Effect:
 
     @property
     def only_eases(self) -> bool:
-        """Whether it only makes own states less disturbing for a head that never saw them, and mends no fault."""
+        """Whether the change mends no fault, and only lets a head cope better with the states that it makes itself."""
         first_rate = self.before.rates()[0]
         has_gained = self.after.rates()[0] >= (1 + MIN_GREEDY) * first_rate
         return self.after.own_state_ratio < EASED and not has_gained
 
     @property
     def is_sure(self) -> bool:
-        """Whether this was the fault; greedy drafts must gain too, as flatter probs alone raise sampled ones."""
+        """Whether this was a fault beyond doubt: both gains are large, and many standard errors above zero.
+
+        Greedy drafts must gain too, as flatter probs alone raise the gain of sampled drafts.
+        """
         first_rate = self.after.rates()[0]
         min_sampled = MIN_SAMPLED
         min_greedy = MIN_GUESSED if self.probe.kind == GUESS else MIN_GREEDY
         if first_rate < self.min_rate:
             min_sampled = min_greedy = MIN_OF_WEAK
-        # a head that is sure of its tokens loses its sampled drafts first: greedy ones need only point the same way
+        # a fault costs a head with sharp probs its sampled drafts first: beside a clear gain of those, greedy drafts
+        # need only gain a little
         is_clear = self.sampled.errors >= CLEAR and self.sampled.share >= MIN_CLEAR
         min_greedy_errors = SURE_BESIDE_CLEAR if is_clear else SURE_GREEDY
         return (
@@ -211,7 +215,7 @@ class Diagnosis:
 
 
 def describe_tried(tried: Sequence[Effect], has_faults: bool) -> str:
-    """Describe the changes that are no fault and their effects, as the list below shows them."""
+    """Return the title above the list of changes that are no fault: how many were tried, and how many help a little."""
     what = f"{len(tried)} {'further ' if has_faults else ''}single changes"
     shares = [
         effect.min_share
@@ -227,7 +231,7 @@ def describe_tried(tried: Sequence[Effect], has_faults: bool) -> str:
 
 
 def describe_levels(figures: Agreement) -> list[str]:
-    """Return a table of the levels, and the chain's acceptance length."""
+    """Return the lines of a table with the acceptance at each level, and a line with the chain's acceptance length."""
     lines = [
         f"{len(figures.seq_ids)} places in {int(figures.seq_ids.max()) + 1} answers of the target:",
         "  level   accepted   fed with the target's states   overlap of the probs",
@@ -256,7 +260,7 @@ def decide(
     It is broken, made for another target, drafts badly from its own states, is healthy or under-trained.
 
     Args:
-        figures: The head's agreement as it is.
+        figures: The agreement of the unchanged head.
         faults: Repairs that raised agreement, each on top of the one before, or branches whose removal changed nothing.
         fatal: What `inspect` finds in the files, in its words: what names the target, rope apart, says that the head
             belongs to another one.

@@ -30,7 +30,7 @@ class Wiring:
     needs_more: bool = False  # whether it was trained on so few tokens that more would bring much
 
     def draft_levels(self, batch: Batch, count: int) -> list[tuple[Tensor, Logits]]:
-        """Return for each level the states [S, ..] at all supervised slots and the function that gives logits."""
+        """Return for each of `count` levels the head's states [S, ..] at all supervised slots, and its LM head."""
         tokens = _shift_back(batch.tokens, batch.lengths, self.token_back)
         features = _shift_back(batch.features, batch.lengths, self.state_back)
         shifted = replace(batch, tokens=tokens, features=features)
@@ -40,7 +40,7 @@ class Wiring:
     def reads_drafts(self, batch: Batch) -> bool:
         """Whether level 2 reads the token drafted by level 1; heads that guess all levels at once do not."""
         tokens = batch.tokens.clone()
-        # another token where level 1 drafts: only what level 2 reads of it may change its states
+        # change the token that level 1 drafts to 0 or 1: the states of level 2 change only if it reads that token
         first_draft = batch.loss_mask.nonzero()[0, 0]
         tokens[first_draft] = 1 - tokens[first_draft].clamp(max=1)
         levels = self.draft_levels(batch, 2)
@@ -53,7 +53,7 @@ class Wiring:
 
 
 def _shift_back(rows: Tensor, lengths: tuple[int, ...], count: int) -> Tensor:
-    """Return [N, ..], in each sequence the rows `count` earlier; its first rows stay."""
+    """Return [N, ..], at each position of a sequence the row of `count` positions before; its first rows stay."""
     if count == 0:
         return rows
     shifted = []
@@ -63,16 +63,16 @@ def _shift_back(rows: Tensor, lengths: tuple[int, ...], count: int) -> Tensor:
 
 
 def draft_ids(head: Any) -> Tensor | None:
-    """Return [D], the tokens of the rows of a head's logits; None for all tokens."""
+    """Return [D], the token of each row of a head's logits; None for a head that drafts the whole vocabulary."""
     d2t = dict(head.named_buffers()).get("d2t")
     if d2t is None:
         return None
-    # d2t holds the offset of each row's token from the row's number
+    # d2t holds for each row the offset of its token from the row's index
     return d2t + torch.arange(len(d2t), device=d2t.device)
 
 
 def find_tensors(head: Any, ending: str) -> list[str]:
-    """Return the names of the parameters and buffers that end so, in any block."""
+    """Return the names of the parameters and buffers whose last parts are `ending`, in any block."""
     names = [name for name, _ in head.named_parameters()]
     names += [name for name, _ in head.named_buffers()]
     return [name for name in names if f".{name}".endswith(f".{ending}")]

@@ -59,7 +59,12 @@ DRAFTERS = Methods(
 
 
 def settings_of(section: dict[str, Any], source: str) -> Any:
-    """Return a recipe's drafter section, checked by the method that it names; `kind` becomes the method's own name."""
+    """Return the settings of a recipe's drafter section, checked by the method that it names; this may run its code.
+
+    Args:
+        section: The section. A `kind` such as PATH.py:CLASS becomes the method's own name.
+        source: Where it is from, for a refusal.
+    """
     kind = section.get("kind")
     try:
         method = DRAFTERS.find(kind) if isinstance(kind, str) else None
@@ -69,7 +74,7 @@ def settings_of(section: dict[str, Any], source: str) -> Any:
 
 
 def stored_settings(section: dict[str, Any], source: str) -> Any:
-    """Return the settings in a head's config, whose method `DRAFTERS.admit` has registered: nothing is loaded."""
+    """Return the settings in a head's config, whose method `DRAFTERS.admit` has registered: no code is run."""
     kind = section.get("kind")
     # unlike `find`, `get` runs no code
     method = DRAFTERS.get(kind) if isinstance(kind, str) else None
@@ -77,7 +82,7 @@ def stored_settings(section: dict[str, Any], source: str) -> Any:
 
 
 def _parse_settings(method: type[Any] | None, section: dict[str, Any], source: str) -> Any:
-    """Return a drafter section, checked by its method."""
+    """Return the settings of a drafter section, checked by its method; None, or one without weights, is refused."""
     kind = section.get("kind")
     if method is None or not issubclass(method, TrainableDrafter):
         names = [
@@ -90,6 +95,6 @@ def _parse_settings(method: type[Any] | None, section: dict[str, Any], source: s
             f"{source}: drafter.kind is {kind!r}, expected a method with weights: "
             f"{', '.join(names)}, or PATH.py:CLASS of your own"
         )
-    # a method that was named as PATH.py:CLASS is registered by a name of its own
+    # a method that was named as PATH.py:CLASS is registered by its own name
     name = kind if kind in DRAFTERS else name_of(method, str(kind))
     return parse_section(method.Settings, {**section, "kind": name}, f"{source}: drafter")

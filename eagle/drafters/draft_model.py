@@ -77,7 +77,7 @@ class DraftModel(TrainableDrafter):
     stored_as = "files"
     Settings = DraftModelSettings
     settings: DraftModelSettings
-    own: tuple[Target, ...] = ()  # in a tuple, as heads keep what they borrow
+    as_target: tuple[Target, ...] = ()  # the model as a target, which reads trees, once it is bound
 
     def __init__(self, settings: DraftModelSettings, shape: HeadShape, model: Any = None) -> None:
         super().__init__(settings, shape)
@@ -93,9 +93,9 @@ class DraftModel(TrainableDrafter):
         frozen: TargetHead | None = None,
         supervised: Iterable[Tensor] | None = None,
     ) -> DraftModel:
-        """Return a new model with the target's vocabulary, or the model that the settings name."""
+        """Return a model to train: a new one with the target's vocabulary, or the one that `settings.model` names."""
         if settings.model is None:
-            return cls(settings, _small(target_config, settings))
+            return cls(settings, _fresh_config(target_config, settings))
         model = load_model(settings.model, torch.float32)
         check_matrix(model)
         tokenizer = tokenizer_of(settings.model)
@@ -106,7 +106,7 @@ class DraftModel(TrainableDrafter):
 
     @classmethod
     def load(cls, folder: str | Path, target: Target) -> DraftModel:
-        """Return any causal language model as a drafter for a target."""
+        """Return any causal language model as a drafter for a target, in the target's dtype and on its device."""
         small = Target.load(folder, dtype=target.model.dtype, device=str(target.device))
         check_vocabulary(small.tokenizer, target.tokenizer, small.vocab_size, target.vocab_size)
         settings = DraftModelSettings(layers=small.config.num_hidden_layers)
@@ -120,14 +120,18 @@ class DraftModel(TrainableDrafter):
     # -- training -----------------------------------------------------------------------------------------------------
 
     def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
-        """Return the distillation loss, a mean over supervised tokens; or the cross-entropy of the data's tokens."""
+        """Return the distillation loss, or the cross-entropy of the data's tokens: a mean over supervised tokens.
+
+        `frozen` has the target's LM head, whose distribution is the teacher.
+        """
         output = self.model.get_output_embeddings()
         if getattr(output, "bias", None) is not None or getattr(self.shape, "logit_scale", None):
             raise ValueError(
                 f"a {self.shape.model_type} cannot be distilled here: its LM head has a bias or a scale"
             )
-        # both vocabularies may have unused rows at the end
+        # both vocabularies may have unused rows at the end, so the first rows of both are compared
         head = OwnHead(output.weight[: frozen.weight.shape[0]])
+        # [S], the index of the token before each supervised one, whose state predicts it
         before = upload(batch.loss_mask.nonzero()[:, 0] - 1, batch.tokens.device)
         student = self._states(batch).index_select(0, before)
         divergence = self.settings.divergence
@@ -137,6 +141,7 @@ class DraftModel(TrainableDrafter):
         else:
             teacher = batch.select_taps((-1,))[:, 0].index_select(0, before)
             teacher_head = frozen.narrow(slice(len(head.weight)))
+        # each supervised token counts alike: the sum is their mean
         weights = torch.full((1, len(before)), 1 / max(len(before), 1), device=student.device)
         total, _ = distillation_loss(
             student[None],
@@ -173,6 +178,7 @@ class DraftModel(TrainableDrafter):
         output = self.model.get_output_embeddings()
         size = frozen.weight.shape[0]
 
+        # logits over the target's vocabulary: tokens that the model lacks get minus infinity
         def student(state: Tensor) -> Tensor:
             logits = output(state.to(output.weight.dtype))[..., :size]
             return F.pad(logits, (0, size - logits.shape[-1]), value=-torch.inf)
@@ -180,39 +186,39 @@ class DraftModel(TrainableDrafter):
         states = self._states(batch)
         before = (batch.loss_mask.nonzero()[:, 0] - 1).to(batch.tokens.device)
         steps = max(max(map(len, paths)) for paths in trees.values())
-        # what is beyond the end of a sequence counts for nothing
-        ahead = [states[(before + step).clamp(max=len(states) - 1)] for step in range(steps)]
-        return validate_batch(batch, ahead, ([student] * steps, frozen.logits), trees)
+        # the state of level d is that of d tokens later; an index beyond the end of a sequence has no weight
+        level_states = [states[(before + step).clamp(max=len(states) - 1)] for step in range(steps)]
+        return validate_batch(batch, level_states, ([student] * steps, frozen.logits), trees)
 
     # -- drafting -----------------------------------------------------------------------------------------------------
 
     def bind(self, frozen: TargetHead) -> DraftModel:
-        """Make the model read trees; its weights are frozen from here on."""
+        """Make the model read draft trees, as a target does; its weights are not trained from here on."""
         model = Target(self.model)
         model.reader.check()
-        self.own = (model,)
-        self.size = frozen.weight.shape[0]
+        self.as_target = (model,)
+        self.target_vocab_size = frozen.weight.shape[0]
         return self.eval()
 
     def open(self) -> ModelState:
         """Return the state for several sequences drafted in a batch."""
-        return ModelState(self.own[0], self.size, self.clip_to_vocab)
+        return ModelState(self.as_target[0], self.target_vocab_size, self.clip_to_vocab)
 
     def forwards(self, budget: Budget) -> tuple[int, ...]:
         """Return the rows of each level of the tree after the first."""
         return level_rows(budget)
 
     def unread(self, accepted: int, depth: int) -> int:
-        """Count the root, and an accepted leaf of the last level, which drafting did not read; the rest is cached."""
+        """Return the rows to read: the root, and an accepted node of the last level; others were read when drafting."""
         return 1 + (accepted == depth > 0)
 
     def kept_bytes(self, tokens: int, column: ColumnBytes) -> int:
         """Return the bytes of the model's own cache."""
-        return self.own[0].cache_bytes(with_room(tokens))
+        return self.as_target[0].cache_bytes(with_room(tokens))
 
     def probe(self, context: int, rows: int, scored: int) -> Callable[[], Tensor]:
-        """Return a function to time: a forward of `rows` rows after `context` tokens, in a separate cache."""
-        (model,) = self.own
+        """Return a function to time: a forward of `rows` rows after `context` tokens, the last `scored` with logits."""
+        (model,) = self.as_target
         reader = model.reader
         reader.check()
         cache = reader.new_cache()
@@ -228,22 +234,23 @@ class DraftModel(TrainableDrafter):
         return run
 
 
-def _small(target_config: Any, settings: DraftModelSettings) -> Any:
-    """Return the config of a fresh model, with as many attention heads as fit in its width."""
-    whole: Any = head_shape(target_config, num_hidden_layers=settings.layers)
-    width = settings.hidden_size or whole.hidden_size
-    if width % whole.head_dim:
+def _fresh_config(target_config: Any, settings: DraftModelSettings) -> Any:
+    """Return the config of a new model, with as many attention heads of the target's size as fit in its width."""
+    target_shape: Any = head_shape(target_config, num_hidden_layers=settings.layers)
+    width = settings.hidden_size or target_shape.hidden_size
+    if width % target_shape.head_dim:
         raise ValueError(
-            f"drafter.hidden_size is {width}, expected a multiple of {whole.head_dim}, a head's width"
+            f"drafter.hidden_size is {width}, expected a multiple of {target_shape.head_dim}, a head's width"
         )
-    heads = width // whole.head_dim
-    keys = heads if heads % whole.num_key_value_heads else whole.num_key_value_heads
+    heads = width // target_shape.head_dim
+    # the target's number of key heads, unless the fewer query heads cannot be grouped by it
+    keys = heads if heads % target_shape.num_key_value_heads else target_shape.num_key_value_heads
     return head_shape(
         target_config,
         num_hidden_layers=settings.layers,
         hidden_size=width,
         intermediate_size=settings.intermediate_size
-        or whole.intermediate_size * width // whole.hidden_size,
+        or target_shape.intermediate_size * width // target_shape.hidden_size,
         num_attention_heads=heads,
         num_key_value_heads=keys,
     )
@@ -251,7 +258,11 @@ def _small(target_config: Any, settings: DraftModelSettings) -> Any:
 
 @torch.no_grad()
 def check_matrix(model: Any) -> None:
-    """Refuse to train a model whose logits are more than one product of its base's output with a matrix."""
+    """Refuse to train a model whose logits are not a plain matrix product of its base's output.
+
+    The chunked loss computes logits by that product, which scales or caps would change.
+    """
+    # four tokens show it
     tokens = torch.arange(1, 5)[None] % model.get_input_embeddings().weight.shape[0]
     was_training = model.training
     model.eval()
@@ -267,7 +278,14 @@ def check_matrix(model: Any) -> None:
 
 
 def check_vocabulary(tokenizer: Any, target_tokenizer: Any, size: int, target_size: int) -> None:
-    """Refuse a model with another vocabulary; only the number of unused rows at its end may differ."""
+    """Refuse a model whose tokens have other ids than the target's.
+
+    Args:
+        tokenizer: The draft model's, or None.
+        target_tokenizer: The target's, or None. Without both tokenizers only sizes can be compared.
+        size: The draft model's vocabulary size. Unused rows at the end may differ.
+        target_size: The target's.
+    """
     if tokenizer is None or target_tokenizer is None:
         if size != target_size:
             raise ValueError(
@@ -293,18 +311,23 @@ def check_vocabulary(tokenizer: Any, target_tokenizer: Any, size: int, target_si
 
 
 class ModelState:
-    """Sequences in a state of the model's, each followed by the rows of its last draft until some are confirmed."""
+    """The sequences of a batch in the draft model's KV cache, each followed by the nodes of its last draft.
 
-    def __init__(self, own: Target, size: int, clip_to_vocab: Callable[[Tensor], Tensor]) -> None:
-        self.own = own
-        self.size = size
+    The nodes that the target has accepted stay in the cache, so that their tokens are not read again.
+    """
+
+    def __init__(
+        self, model: Target, target_vocab_size: int, clip_to_vocab: Callable[[Tensor], Tensor]
+    ) -> None:
+        self.model = model
+        self.target_vocab_size = target_vocab_size
         self.clip_to_vocab = clip_to_vocab
-        self.state = own.open()
+        self.state = model.open()
         self.noises: dict[int, Noise | None] = {}
         self.confirmed: dict[int, int] = {}  # tokens, the root not counted
         self.levels: dict[
             int, list[tuple[Tensor, Tensor]]
-        ] = {}  # of the last draft: tokens, and what they follow
+        ] = {}  # of the last draft: the tokens of each level, and their parents in the level above
 
     def admit(self, row: int, noise: Noise | None = None) -> None:
         """Begin a row; its tokens are read at the first proposal."""
@@ -313,7 +336,7 @@ class ModelState:
         self.levels[row] = []
 
     def fork(self, row: int, other: int) -> None:
-        """Copy a row to a new one; only the old one keeps its last draft."""
+        """Copy a row to the new row `other`; only the old row keeps its last draft."""
         self.noises[other] = self.noises[row]
         self.confirmed[other] = self.confirmed[row]
         self.levels[other] = []
@@ -330,7 +353,7 @@ class ModelState:
         self._update_columns()
         self.state.release(row)
         for moved, before in zip(self.state.rows, rows_before, strict=False):
-            # a row that moves to the slot that is free leaves its draft
+            # the row that moves to the free place in the cache leaves the columns of its draft there
             if moved != before:
                 self.levels[moved] = []
 
@@ -338,23 +361,27 @@ class ModelState:
     def propose(
         self, updates: Mapping[int, Committed], budgets: Mapping[int, Budget]
     ) -> dict[int, DraftTree]:
-        """Return trees grown from the model's own logits; roots alone where the model cannot read on."""
+        """Read what was committed, and return trees grown from the model's logits.
+
+        A row whose sequence the model cannot read on gets a tree with the root alone.
+        """
         trees: dict[int, DraftTree] = {}
-        texts: dict[int, list[int]] = {}
+        new_tokens: dict[int, list[int]] = {}
         depths: dict[int, int] = {}
         for row, update in updates.items():
             self.confirmed[row] += len(update.tokens)
             depths[row] = self._clamp_depth(row, budgets[row].depth)
             if depths[row] > 0:
-                texts[row] = [*update.tokens.tolist(), update.root]
+                new_tokens[row] = [*update.tokens.tolist(), update.root]
             else:
                 trees[row] = DraftTree.chain([update.root])
-        logits = self._read(texts)
-        # a read may have moved rows to other slots
-        for rows in self._groups([row for row in self.state.rows if row in texts]):
+        logits = self._read(new_tokens)
+        # a read may have changed the order of rows in the cache
+        for rows in self._group_rows([row for row in self.state.rows if row in new_tokens]):
             requests = []
             for row in rows:
                 budget = budgets[row].within(depths[row])
+                # the cache holds the root now, so its length is the position of the root's children
                 requests.append(
                     DraftRequest(
                         updates[row].root, self.state.length(row), budget, self.noises[row]
@@ -373,7 +400,8 @@ class ModelState:
         def level(
             depth: int, indices: list[int], tokens: Tensor, parents: Tensor, tree_mask: Tensor
         ) -> Tensor:
-            # rows with other budgets grow after these ones, again from the first level on
+            """Return the logits [B, K, V] after the nodes [B, K] of one level; `indices` are those of their rows."""
+            # rows with another budget grow after those before them, again from the first level on
             if depth == 1:
                 depths.clear()
             depths.extend([depth - 1] * tokens.shape[1])
@@ -381,31 +409,36 @@ class ModelState:
             for row, row_tokens, row_parents in zip(drafting, tokens, parents, strict=True):
                 self.levels[row].append((row_tokens, row_parents))
             return self.state.read_ahead(drafting, self.clip_to_vocab(tokens), depths, tree_mask)[
-                ..., : self.size
+                ..., : self.target_vocab_size
             ]
 
-        # of a model whose vocabulary ends earlier, only these tokens are drafted
-        shared_size = min(self.own.vocab_size, self.size)
-        drafts = (
-            torch.arange(shared_size, device=self.own.device) if shared_size < self.size else None
+        # a model with a smaller vocabulary than the target's drafts only its own tokens
+        shared_size = min(self.model.vocab_size, self.target_vocab_size)
+        draft_tokens = (
+            torch.arange(shared_size, device=self.model.device)
+            if shared_size < self.target_vocab_size
+            else None
         )
-        return grow_rows(requests, torch.stack(list(logits))[:, : self.size], level, drafts)
+        return grow_rows(
+            requests, torch.stack(list(logits))[:, : self.target_vocab_size], level, draft_tokens
+        )
 
     # -- what may be read together ------------------------------------------------------------------------------------
 
     def _clamp_depth(self, row: int, depth: int) -> int:
-        """Return the depth that a draft may have before the model's last position, or a border of its frequencies."""
-        border = self.own.border
+        """Return `depth`, limited by the model's last position and by the border of its rotary frequencies."""
+        border = self.model.border
         read = self.state.length(row) if row in self.state.rows else 0
-        ends = [self.own.max_positions or math.inf]
-        # a sequence that has grown up to the border cannot be read on: one that was longer from the first can
+        ends = [self.model.max_positions or math.inf]
+        # all of a sequence must be read with one set of frequencies: one that began below the border cannot grow
+        # across it, and one that was longer at its first read can go on
         if 0 < read <= border or self.confirmed[row] < border:
             ends.append(border)
         return int(min(depth, min(ends) - self.confirmed[row]))
 
-    def _groups(self, rows: list[int]) -> list[list[int]]:
-        """Return the rows of each forward: all, but for sequences whose frequencies others in it would change."""
-        alone = [row for row in rows if self.own.is_alone(self.confirmed[row])]
+    def _group_rows(self, rows: list[int]) -> list[list[int]]:
+        """Return the rows of each forward: one for all, but each sequence beyond the border of frequencies alone."""
+        alone = [row for row in rows if self.model.is_alone(self.confirmed[row])]
         together = [row for row in rows if row not in alone]
         groups = [[row] for row in alone]
         if together:
@@ -413,65 +446,67 @@ class ModelState:
         return groups
 
     def _update_columns(self) -> None:
-        """Tell the state how many columns each row may need, its draft included: it gives back what is more."""
+        """Tell the state how many cache columns each row may need, its draft included; it frees what is beyond them."""
         for row in self.state.rows:
             drafted = sum(len(tokens) for tokens, _ in self.levels.get(row, ()))
+            # half as many again, as a sequence grows
             self.state.columns_by_row[row] = (self.state.length(row) + drafted) * 3 // 2
 
     # -- committed tokens ---------------------------------------------------------------------------------------------
 
-    def _read(self, texts: Mapping[int, list[int]]) -> dict[int, Tensor]:
+    def _read(self, new_tokens: Mapping[int, list[int]]) -> dict[int, Tensor]:
         """Read new sequences, and what was committed of others, and return the logits [V] after each root."""
         logits = self._read_prompts(
-            {row: text for row, text in texts.items() if row not in self.state.rows}
+            {row: tokens for row, tokens in new_tokens.items() if row not in self.state.rows}
         )
-        earlier = [row for row in self.state.rows if row in texts and row not in logits]
-        for rows in self._groups(earlier):
-            logits |= self._read_confirmed({row: texts[row] for row in rows})
+        earlier = [row for row in self.state.rows if row in new_tokens and row not in logits]
+        for rows in self._group_rows(earlier):
+            logits |= self._read_confirmed({row: new_tokens[row] for row in rows})
         return logits
 
-    def _read_prompts(self, texts: Mapping[int, list[int]]) -> dict[int, Tensor]:
+    def _read_prompts(self, prompts: Mapping[int, list[int]]) -> dict[int, Tensor]:
         """Read sequences from their first token on, and return the logits [V] after each."""
         logits: dict[int, Tensor] = {}
-        if texts:
+        if prompts:
             self._update_columns()
-        for row, text in texts.items():
-            self.state.admit(row, self.clip_to_vocab(torch.tensor(text)).tolist())
-        # a call reads as many as fit in one forward
-        while len(logits) < len(texts):
-            for row, prompt in self.state.read_prompts().items():
-                logits[row] = prompt.output.logits[0]
+        for row, prompt in prompts.items():
+            self.state.admit(row, self.clip_to_vocab(torch.tensor(prompt)).tolist())
+        # a call reads as many prompts as fit in one forward
+        while len(logits) < len(prompts):
+            for row, prompt_output in self.state.read_prompts().items():
+                logits[row] = prompt_output.output.logits[0]
         return logits
 
-    def _read_confirmed(self, texts: Mapping[int, list[int]]) -> dict[int, Tensor]:
-        """Read the confirmed tokens, and return the logits [V] after each sequence.
+    def _read_confirmed(self, committed: Mapping[int, list[int]]) -> dict[int, Tensor]:
+        """Read committed tokens, by row, and return the logits [V] after each sequence.
 
-        Rows of the last draft that were confirmed stay in the cache.
+        Nodes of the last draft that the target accepted stay in the cache, and only the tokens after them are read.
         """
         columns: dict[int, list[int]] = {}
         tokens: dict[int, list[int]] = {}
         unread: dict[int, list[int]] = {}
-        for row, levels in self._drafted(list(texts)).items():
-            # the first is the last root, which was read
-            new = texts[row][1:]
-            columns[row] = _confirm_rows(levels, new[:-1])
+        for row, levels in self._download_levels(list(committed)).items():
+            # the first token is the last root, which was read then
+            new = committed[row][1:]
+            columns[row] = _find_accepted(levels, new[:-1])
             count = len(columns[row])
             tokens[row] = new[:count]
             unread[row] = self.clip_to_vocab(torch.tensor(new[count:])).tolist()
             self.levels[row] = []
         self.state.keep_columns(columns, tokens)
         logits: dict[int, Tensor] = {}
+        # rows with about as many tokens share a forward, so that little is padded
         for group in split_ragged({row: len(row_tokens) for row, row_tokens in unread.items()}):
             logits |= self.state.extend({row: unread[row] for row in group})
         return logits
 
-    def _drafted(self, rows: list[int]) -> dict[int, list[tuple[list[int], list[int]]]]:
-        """Return each row's levels as lists: tokens, and what they follow."""
+    def _download_levels(self, rows: list[int]) -> dict[int, list[tuple[list[int], list[int]]]]:
+        """Return the levels of each row's last draft as lists on the host: tokens and parents."""
         tensors = []
         for row in rows:
             for tokens, parents in self.levels[row]:
                 tensors += [tokens, parents]
-        # all in one transfer
+        # all tensors in one transfer, in the order in which they are taken apart below
         values = iter(to_host(tensors))
         drafted: dict[int, list[tuple[list[int], list[int]]]] = {}
         for row in rows:
@@ -481,19 +516,22 @@ class ModelState:
         return drafted
 
 
-def _confirm_rows(levels: list[tuple[list[int], list[int]]], tokens: list[int]) -> list[int]:
-    """Return the rows of the last draft that read these tokens, as far as there are such."""
+def _find_accepted(levels: list[tuple[list[int], list[int]]], tokens: list[int]) -> list[int]:
+    """Return the path of the last draft along these committed tokens, as far as it was drafted.
+
+    Nodes are numbered over all levels, as their columns in the cache.
+    """
     path: list[int] = []
-    parent = None  # the row of the level above
-    first = 0  # the first row of the level
-    for (read, parents), token in zip(levels, tokens, strict=False):
+    parent = None  # the index of the path's node in the level above
+    first = 0  # the number of the level's first node
+    for (level_tokens, parents), token in zip(levels, tokens, strict=False):
         matches = []
-        for row, read_token in enumerate(read):
-            if read_token == token and (parent is None or parents[row] == parent):
-                matches.append(row)
+        for index, level_token in enumerate(level_tokens):
+            if level_token == token and (parent is None or parents[index] == parent):
+                matches.append(index)
         if not matches:
             break
         parent = matches[0]
         path.append(first + parent)
-        first += len(read)
+        first += len(level_tokens)
     return path

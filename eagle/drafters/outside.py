@@ -18,7 +18,8 @@ from eagle.core.arguments import nearest
 from eagle.core.drafter import Drafter, TrainableDrafter
 
 GROUP = "eagle.drafters"  # the entry points by which an installed package offers methods
-SPELLED = re.compile(r"(?P<place>.+):(?P<name>[A-Za-z_]\w*)")
+# PATH.py:CLASS or MODULE:CLASS
+PLACE_AND_CLASS = re.compile(r"(?P<place>.+):(?P<name>[A-Za-z_]\w*)")
 METHOD_FILE = "method.py"  # in a head's folder, the file that its class was read from
 EXPECTED = "a name, PATH.py:CLASS, or MODULE:CLASS of an installed package"
 ONE_FILE = "a method of several files is an installed package with an entry point: docs/guides/own-method.md"
@@ -37,17 +38,21 @@ class Methods(dict[str, type[Any]]):
     def find(self, kind: str) -> type[Any] | None:
         """Return the method of a name or of `PATH.py:CLASS`, relative to the working directory; None if unknown.
 
-        This is for what a user says, in a recipe, an option or a call. What a head's folder says goes to `admit`.
+        It may run code, so it is for names that a user gives, in a recipe, an option or a call. A name that a head's
+        folder gives goes to `admit`.
         """
-        spelled = SPELLED.fullmatch(kind)
-        if kind in self or spelled is None:
+        match = PLACE_AND_CLASS.fullmatch(kind)
+        if kind in self or match is None:
             return self.find_named(kind)
-        place = spelled["place"]
+        place = match["place"]
         module = load_place(place)
-        return self.register(class_in(module, spelled["name"], place), place)
+        return self.register(class_in(module, match["name"], place), place)
 
     def find_named(self, kind: str, folder: Path | None = None) -> type[Any] | None:
-        """Return the method of a name: this package's, or an installed one's outside of `folder`; None if unknown."""
+        """Return the method of a name, of this package or offered by an installed one; None if unknown.
+
+        Installed packages inside `folder`, which is a head's, are ignored.
+        """
         if kind in self:
             return self[kind]
         # a package in a head's folder, which may be on Python's path, would run code that nobody has trusted
@@ -64,7 +69,7 @@ class Methods(dict[str, type[Any]]):
         return self._register_offer(offers.pop()) if offers else None
 
     def registered_name(self, kind: str) -> str:
-        """Return the name that a kind is registered by, which is another one for `PATH.py:CLASS`."""
+        """Return the name by which a method is registered; for `PATH.py:CLASS` it is the method's own name."""
         method = self.find(kind)
         return kind if method is None or kind in self else name_of(method, kind)
 
@@ -76,8 +81,9 @@ class Methods(dict[str, type[Any]]):
         """Register a class under its own name; one that belongs to another method is refused."""
         name = name_of(method, place)
         registered = self.get(name)
-        # a file that was edited in between brings a new class of the same method
-        if registered is None or _file_of(registered) == _file_of(method) is not None:
+        file = _file_of(method)
+        # the same file, edited since it was read, brings a new class of the same method
+        if registered is None or (file is not None and _file_of(registered) == file):
             self[name] = method
         elif registered is not method:
             owner = _file_of(registered) or f"{registered.__module__}.{registered.__name__}"
@@ -106,13 +112,14 @@ class Methods(dict[str, type[Any]]):
         kind = config["settings"].get("kind")
         code = config.get("code")
         # a name like PATH.py:CLASS would run that code
-        if isinstance(kind, str) and SPELLED.fullmatch(kind):
+        if isinstance(kind, str) and PLACE_AND_CLASS.fullmatch(kind):
             raise ValueError(
                 f"{source}: settings.kind is {kind!r:.200}, which names code to run; expected the name of a method, as "
                 "save_head writes it. Read that code first, then name it yourself with --plugin PATH.py, and write the "
                 "name of its method there"
             )
-        known = self.find_named(kind, folder) if isinstance(kind, str) else None
+        registered = self.find_named(kind, folder) if isinstance(kind, str) else None
+        # a head of this package's methods brings no code
         if code is None:
             return
         if (
@@ -125,7 +132,7 @@ class Methods(dict[str, type[Any]]):
             )
         # a method of an installed package has no file in the folder
         if "sha256" not in code:
-            if known is None:
+            if registered is None:
                 named = f"{code.get('module')}:{code.get('class')}"
                 raise ValueError(
                     f"{source}: the method {kind!r} is {named} of the package {code.get('package')}, which does not "
@@ -133,8 +140,9 @@ class Methods(dict[str, type[Any]]):
                 )
             return
         text = _read_code(folder, code)
-        if known is not None:
-            _compare(known, text, folder, str(kind))
+        # the class is loaded already, by --plugin, a recipe or another head: the folder's code is not run
+        if registered is not None:
+            _compare_code(registered, text, folder, str(kind))
             return
         if not (trust_code or self.trusts_heads):
             raise UntrustedCode(
@@ -145,6 +153,7 @@ class Methods(dict[str, type[Any]]):
         # from here on the code is trusted, and runs
         path = folder / METHOD_FILE
         module = _run(text, path)
+        # `_compare_code` names the folder if another head has other code
         module.__dict__["__head__"] = str(folder)
         method = class_in(module, code.get("class", ""), str(path))
         name = name_of(method, str(path))
@@ -155,11 +164,11 @@ class Methods(dict[str, type[Any]]):
         self.register(method, str(path))
 
     def _register_offer(self, point: EntryPoint) -> type[Any]:
-        """Register the method that an installed package offers."""
+        """Import the method that an installed package offers by an entry point, register it, and return it."""
         place = f"the package {_package_of(point)}, which offers {point.name!r} as {point.value}"
         try:
             method = point.load()
-        except Exception as error:  # whatever the package runs into
+        except Exception as error:  # importing a package may raise anything
             raise ValueError(
                 f"{place}, cannot be loaded: {error!r:.300}. Install it again, or ask its makers"
             ) from None
@@ -176,10 +185,19 @@ ADVICE = (
 )
 
 
-def _compare(known: type[Any], text: bytes, folder: Path, kind: str) -> None:
-    """Warn, or refuse, where the method that is loaded is not the one that a head was saved with."""
-    module = sys.modules.get(known.__module__)
-    # a method of a package has no text, and is taken as it is
+def _compare_code(registered: type[Any], text: bytes, folder: Path, kind: str) -> None:
+    """Compare the code of a registered method with the code that a head was saved with.
+
+    Two heads' folders with different code are refused. If the user named the file of the method, a warning is enough.
+
+    Args:
+        registered: The class that is loaded.
+        text: The code in the head's folder.
+        folder: The head's folder.
+        kind: The method's name.
+    """
+    module = sys.modules.get(registered.__module__)
+    # the method of an installed package has no saved text, and is accepted
     loaded = getattr(module, "__code_text__", text)
     if loaded == text:
         return
@@ -189,7 +207,7 @@ def _compare(known: type[Any], text: bytes, folder: Path, kind: str) -> None:
             f"{folder} and {head} hold different code of the method {kind!r}: one process loads one of them"
         )
     warnings.warn(
-        f"{folder} was saved with other code of {kind!r} than {_file_of(known)}: the file that you named is used",
+        f"{folder} was saved with other code of {kind!r} than {_file_of(registered)}: the file that you named is used",
         stacklevel=2,
     )
 
@@ -207,7 +225,7 @@ def load_place(place: str) -> ModuleType:
 
 
 def load_file(path: Path) -> ModuleType:
-    """Run a file as a module; the same text is run once in a process, wherever it is."""
+    """Run a file as a module and return it; files with the same text are run once in a process."""
     path = path.expanduser()
     if not path.is_file():
         raise ValueError(f"no file at {path}, looked for from {Path.cwd()}: expected {EXPECTED}")
@@ -215,16 +233,16 @@ def load_file(path: Path) -> ModuleType:
 
 
 def _run(text: bytes, path: Path) -> ModuleType:
-    """Return the module of a file's text; an error in it is reported with its line."""
-    # its name is the same in every process, so that what one pickles another reads
+    """Run a file's text as a module, once in a process, and return it; report an error in it with its line."""
+    # the name is made of the text, so that an object pickled in one process can be read in another
     name = f"outside_{checksum(text)[:16]}"
     if name in sys.modules:
         return sys.modules[name]
     module = ModuleType(name)
     module.__file__ = str(path.resolve())
-    # what is saved beside a head, whatever the file becomes
+    # this text is saved beside a head, even if the file is changed later
     module.__dict__["__code_text__"] = text
-    # dataclasses and pydantic look for annotations there
+    # registered before it runs, as dataclasses and pydantic look annotations up in sys.modules
     sys.modules[name] = module
     try:
         exec(compile(text, module.__file__, "exec"), module.__dict__)
@@ -244,7 +262,7 @@ def _run(text: bytes, path: Path) -> ModuleType:
 
 
 def class_in(module: ModuleType, name: str, place: str) -> Any:
-    """Return the class of a name; the methods that are there are named where it is missing."""
+    """Return a module's class of this name; if it is missing, the refusal lists the methods that the module has."""
     found = getattr(module, name, None)
     if found is not None:
         return found
@@ -255,7 +273,7 @@ def class_in(module: ModuleType, name: str, place: str) -> Any:
 
 
 def _methods_in(module: ModuleType) -> dict[str, type[Any]]:
-    """Return the methods that a module defines, by name; bases of methods are none."""
+    """Return the drafting methods that a module defines, by class name; abstract bases are left out."""
     methods = {}
     for name, value in vars(module).items():
         is_drafter = (
@@ -265,13 +283,17 @@ def _methods_in(module: ModuleType) -> dict[str, type[Any]]:
         )
         if not is_drafter or value.__name__.startswith("_"):
             continue
+        # a trainable class without Settings is a base of methods
         if not issubclass(value, TrainableDrafter) or hasattr(value, "Settings"):
             methods[name] = value
     return methods
 
 
 def name_of(method: Any, place: str) -> str:
-    """Return a method's name in recipes: the `kind` of its Settings; without weights its own, or the class's name."""
+    """Return a method's name in recipes: the `kind` of its Settings; without weights of the class, or the class name.
+
+    `place` says where the class is from, for a refusal.
+    """
     if not isinstance(method, type) or not issubclass(method, Drafter):
         what = getattr(method, "__name__", repr(method)[:80])
         raise ValueError(
@@ -285,7 +307,7 @@ def name_of(method: Any, place: str) -> str:
     is_word = (
         isinstance(kind, str)
         and kind
-        and not SPELLED.fullmatch(kind)
+        and not PLACE_AND_CLASS.fullmatch(kind)
         and not {",", "/"} & set(kind)
     )
     if not is_word:
@@ -297,7 +319,10 @@ def name_of(method: Any, place: str) -> str:
 
 
 def describe_code(method: type[Any]) -> dict[str, str] | None:
-    """Return where a method comes from: a file with its checksum, or an installed package; None for this package's."""
+    """Return what a head's config notes of its method's code: a file with its checksum, or an installed package.
+
+    None says that the method is one of this package.
+    """
     module = sys.modules.get(method.__module__)
     text = getattr(module, "__code_text__", None)
     if text:
@@ -316,7 +341,7 @@ def describe_code(method: type[Any]) -> dict[str, str] | None:
 
 @cache
 def _find_package(module: str) -> str | None:
-    """Return the installed package that brings a module, and its version; the search reads all that is installed."""
+    """Return the name and version of the installed package that brings a module; cached, as it lists all packages."""
     packages = packages_distributions().get(module)
     return f"{packages[0]} {version(packages[0])}" if packages else None
 
@@ -332,7 +357,7 @@ def checksum(text: bytes) -> str:
 
 
 def _read_code(folder: Path, code: dict[str, str]) -> bytes:
-    """Return the code in a head's folder, which must be what was saved."""
+    """Return the code in a head's folder; refuse code that was altered after the head was saved."""
     path = folder / METHOD_FILE
     if not path.is_file():
         raise ValueError(

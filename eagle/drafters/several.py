@@ -14,7 +14,7 @@ from eagle.core.row_errors import RowErrors
 from eagle.core.tree import DraftTree
 from eagle.device import upload
 
-TOKEN = torch.long.itemsize
+TOKEN_BYTES = torch.long.itemsize
 
 
 class FirstOf(Drafter):
@@ -27,6 +27,7 @@ class FirstOf(Drafter):
     """
 
     def __init__(self, drafters: Sequence[Drafter]) -> None:
+        """Take the drafters in the order in which they are asked; the list reads all that any of them reads."""
         if not drafters:
             raise ValueError(
                 "a list of drafters is empty: expected at least one, for none at all NoDrafter()"
@@ -49,7 +50,7 @@ class FirstOf(Drafter):
         return self.open_with(None)
 
     def open_with(self, texts: Any) -> SeveralState:
-        """Return a state with one state of each drafter; those that read the target's texts get them."""
+        """Return a state with one state of each drafter; drafters on the target's own cache rows get `texts`."""
         states = [
             drafter.open_with(texts) if drafter.reads.texts else drafter.open()
             for drafter in self.drafters
@@ -57,10 +58,10 @@ class FirstOf(Drafter):
         return SeveralState(self, states)
 
     def kept_bytes(self, tokens: int, column: ColumnBytes) -> int:
-        """Return the bytes of all states, and of what waits until a drafter after the first is asked."""
+        """Return the bytes of all states, and of the updates that wait until a drafter after the first is asked."""
         total = sum(drafter.kept_bytes(tokens, column) for drafter in self.drafters)
         for drafter in self.drafters[1:]:
-            total += tokens * (TOKEN + len(drafter.taps) * column.tapped)
+            total += tokens * (TOKEN_BYTES + len(drafter.taps) * column.tapped)
         return total
 
     def bind_target(self, view: Any) -> None:
@@ -100,15 +101,17 @@ class SeveralState:
         self, updates: Mapping[int, Committed], budgets: Mapping[int, Budget]
     ) -> dict[int, DraftTree]:
         """Return each row's first tree with more than a root; a drafter that is not asked gets its updates later."""
-        # a drafter that is asked later gets all that was committed since, reduced to what it reads
+        # every drafter's updates are kept until it is asked, reduced to what it reads
         for index, drafter in enumerate(self.several.drafters):
-            positions = [self.several.taps.index(tap) for tap in drafter.taps]
+            tap_indices = [self.several.taps.index(tap) for tap in drafter.taps]
             for row, update in updates.items():
-                self.pending[row][index].append(_restrict(update, positions, drafter.reads.choices))
+                self.pending[row][index].append(
+                    _restrict(update, tap_indices, drafter.reads.choices)
+                )
         trees = {row: DraftTree.chain([update.root]) for row, update in updates.items()}
         errors: dict[int, Exception] = {}
         for index, state in enumerate(self.states):
-            # what is no tree is refused later, by the loop
+            # rows without a draft so far; a value that is no tree is refused later, by the decoding loop
             rows = [
                 row
                 for row, tree in trees.items()
@@ -119,7 +122,7 @@ class SeveralState:
             joined = {row: Committed.join(self.pending[row][index]) for row in rows}
             for row in rows:
                 self.pending[row][index] = []
-            # rows that fail end alone; the others go on
+            # a row that fails ends alone, and the others go on
             try:
                 trees |= state.propose(joined, {row: budgets[row] for row in rows})
             except RowErrors as failed:
@@ -130,14 +133,14 @@ class SeveralState:
         return trees
 
 
-def _restrict(update: Committed, taps: list[int], choices: int) -> Committed:
-    """Return an update with the features at these positions and with `choices` choices, as one drafter gets it."""
+def _restrict(update: Committed, tap_indices: list[int], choices: int) -> Committed:
+    """Return an update with these of its taps, and with `choices` choices of each node, as one drafter reads it."""
     features = None
-    if taps and update.features is not None:
+    if tap_indices and update.features is not None:
         features = update.features.index_select(
-            1, upload(torch.tensor(taps), update.features.device)
+            1, upload(torch.tensor(tap_indices), update.features.device)
         )
-    # the tree is there for its choices
+    # the tree only says to which nodes the choices belong
     if update.choices is None or not choices:
         return replace(update, features=features, tree=None, choices=None)
     return replace(update, features=features, choices=update.choices[:, :choices])

@@ -30,7 +30,7 @@ from eagle.core.drafter import Drafter, TrainableDrafter
 from eagle.device import in_dtype
 from eagle.disk import write_tensors, write_text, write_whole
 from eagle.drafters import DRAFTERS, stored_settings
-from eagle.drafters.outside import METHOD_FILE, SPELLED, code_text, describe_code
+from eagle.drafters.outside import METHOD_FILE, PLACE_AND_CLASS, code_text, describe_code
 from eagle.drafters.recurrent.reduced_vocab import load_draft_vocab
 from eagle.drafters.several import FirstOf
 from eagle.formats.layout import check_fit
@@ -418,7 +418,7 @@ def check_options(name: Names, options: Iterable[str]) -> dict[str, list[str]]:
 
 def method_without_files(name: str) -> Any:
     """Return the method of this name, or the class at `PATH.py:CLASS`, if it needs no files, as n-grams; else None."""
-    is_class = SPELLED.fullmatch(name) is not None
+    is_class = PLACE_AND_CLASS.fullmatch(name) is not None
     # a registered name comes first, even if a folder has the same name
     if name not in DRAFTERS and (Path(name).is_dir() or ("/" in name and not is_class)):
         return None

@@ -166,7 +166,7 @@ def test_chains_are_the_models_own_continuation(name: str) -> None:
     model = similar_to(target.model, 0.15) if name == "llama" else build(name)
     drafter = drafter_of(model, target)
     # some models' steps differ from a forward over the whole sequence: then those are the truth
-    reader = drafter.own[0].reader
+    reader = drafter.as_target[0].reader
     reader.check()
     steps = cached_steps if reader.follows_steps else whole_texts
     accepted = set()

@@ -22,14 +22,16 @@ class BigramDrafter(CountDrafter):
         super().__init__(tables, device)
         unigram = tables.unigram()
         distinct = tables.starts.diff()
-        # how often each token was followed by another: sums of its row of counts
+        # [V], how often each token was followed by any other: sums of its row of counts
         sums = torch.cat([torch.zeros(1, dtype=torch.int64), tables.counts.cumsum(0)])
         totals = sums[tables.starts].diff()
+        # [M], the first token of each pair
         first_tokens = torch.arange(tables.vocab_size).repeat_interleave(distinct)
         smoothed = tables.counts + distinct[first_tokens] * unigram[tables.successors]
         pairs = smoothed / (totals + distinct)[first_tokens]
+        # the unigram's weight after each token; 1 after a token that nothing followed
         weights = torch.where(distinct > 0, distinct.double() / (totals + distinct), 1)
-        # one column and one pair more than there are, for rows that are shorter than the longest
+        # one more column and one more pair, to which `logits` sends what pads shorter rows
         self.unigram = _log_probs(_pad_row(unigram, 1), device)
         self.weights = _log_probs(weights, device)
         self.pairs = _log_probs(_pad_row(pairs, 1), device)
@@ -38,15 +40,20 @@ class BigramDrafter(CountDrafter):
         self.widest = int(distinct.max())
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """Return unigram log-probs [K, V], replaced for counted pairs; never waits for a device."""
+        """Return log-probs [K, V] of what follows tokens [K]: the unigram's, replaced for counted pairs.
+
+        The host never waits for a device here.
+        """
         start = self.starts[tokens, None]
         end = self.starts[tokens + 1, None]
-        # on a CPU values can be looked at, so that rows are no wider than these tokens need
+        # a CPU's values can be read at no cost, so that rows are no wider than these tokens need
         width = int((end - start).max()) if tokens.device.type == "cpu" else self.widest
-        places = start + torch.arange(width, device=tokens.device)
-        places = torch.where(places < end, places, len(self.pairs) - 1)
+        # [K, width], the indices of each row's pairs; the padding pair where a row is shorter
+        indices = start + torch.arange(width, device=tokens.device)
+        indices = torch.where(indices < end, indices, len(self.pairs) - 1)
         log_probs = self.unigram + self.weights[tokens, None]
-        return log_probs.scatter_(1, self.successors[places], self.pairs[places])[:, :-1]
+        # the padding pair wrote into the last column, which is dropped
+        return log_probs.scatter_(1, self.successors[indices], self.pairs[indices])[:, :-1]
 
 
 def _log_probs(probs: Tensor, device: torch.device | str) -> Tensor:

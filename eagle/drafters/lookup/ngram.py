@@ -13,7 +13,8 @@ from eagle.core.drafter import Committed, Drafter, Noise
 from eagle.core.tree import DraftTree
 
 Pick = Literal["recent", "frequent"]
-# Occurrences of an n-gram that are looked at, so that a long text takes no longer than a short one; 32 kept no more.
+# Occurrences of an n-gram that are looked at, so that a long sequence takes no longer than a short one; with 32 no more
+# drafts were accepted.
 LATEST = 8
 
 
@@ -33,6 +34,15 @@ class NgramDrafter(Drafter):
         pick: Pick = "recent",
         branches: int = 1,
     ) -> None:
+        """Set how n-grams are matched and copied.
+
+        Args:
+            longest: The most tokens of an n-gram.
+            shortest: The fewest.
+            trust: How many tokens are copied for each token of a match.
+            pick: Which continuation comes first: the most recent one, or the most frequent of the latest few.
+            branches: The most continuations that are copied, each with another first token.
+        """
         if not 1 <= shortest <= longest:
             raise ValueError(
                 f"n-grams of {shortest}..{longest} tokens make no sense: expected 1 <= shortest <= longest"
@@ -53,26 +63,27 @@ class NgramDrafter(Drafter):
 
 
 class NgramText:
-    """A sequence, and where its n-grams stand."""
+    """A sequence, and an index of where its n-grams occur."""
 
     def __init__(self, drafter: NgramDrafter) -> None:
         self.drafter = drafter
         self.sizes = drafter.sizes
-        self.text: list[int] = []
-        # from an n-gram to the position after its latest occurrence, and from n and such a position to the one before
+        self.tokens: list[int] = []
+        # from an n-gram to the position after its latest occurrence, and from n and such a position to the position
+        # after the occurrence before
         self.latest: dict[tuple[int, ...], int] = {}
         self.earlier: dict[tuple[int, int], int] = {}
 
     def __deepcopy__(self, memo: Any) -> NgramText:
-        """Return a copy with its own tokens; the n-grams never change and are shared."""
-        text = copy.copy(self)
-        text.text = self.text.copy()
-        text.latest = self.latest.copy()
-        text.earlier = self.earlier.copy()
-        return text
+        """Return a copy for a forked row, whose tokens and index grow by themselves; the drafter is shared."""
+        copied = copy.copy(self)
+        copied.tokens = self.tokens.copy()
+        copied.latest = self.latest.copy()
+        copied.earlier = self.earlier.copy()
+        return copied
 
     def propose(self, update: Committed, budget: Budget) -> DraftTree:
-        """Return copies of at most `budget.nodes` tokens in all; the root alone where nothing matches."""
+        """Return a tree of the tokens that followed earlier matches, as far as the budget goes; else the root alone."""
         self._read([*update.tokens.tolist(), update.root])
         paths: list[list[int]] = []
         nodes_left = budget.nodes
@@ -80,47 +91,47 @@ class NgramText:
             self._find_matches(), min(self.drafter.branches, budget.top_k)
         ):
             length = min(nodes_left, budget.depth, self.drafter.trust * size)
-            # a copy that gets to the end of the text goes on with itself, as in LZ77
-            period = len(self.text) - position
-            paths.append([self.text[position + step % period] for step in range(length)])
+            # a copy that reaches the end of the sequence goes on with itself, as in LZ77
+            period = len(self.tokens) - position
+            paths.append([self.tokens[position + step % period] for step in range(length)])
             nodes_left -= length
         return DraftTree.from_paths(update.root, paths)
 
     def _read(self, tokens: list[int]) -> None:
-        """Append the tokens; the n-grams that end the text come into the index once something follows them."""
-        text = self.text
-        if text:
-            # the first is the root of the last cycle, which the text has already
+        """Append the tokens. An n-gram comes into the index once a token follows it, which a draft could copy."""
+        seq = self.tokens
+        if seq:
+            # the first is the root of the last cycle, which the sequence has already
             tokens = tokens[1:]
         for token in tokens:
-            end = len(text)
+            end = len(seq)
             for size in self.sizes:
                 if size <= end:
                     # `latest` has the position after the n-gram, and `earlier` leads on to the one before it
-                    gram = tuple(text[end - size :])
+                    gram = tuple(seq[end - size :])
                     if gram in self.latest:
                         self.earlier[size, end] = self.latest[gram]
                     self.latest[gram] = end
-            text.append(token)
+            seq.append(token)
 
     def _find_matches(self) -> Iterator[tuple[int, int]]:
-        """Yield n and the position after each match, the best first; no two continuations begin alike."""
-        text = self.text
+        """Yield n and the position after each match, the best first; no two continuations begin with the same token."""
+        seq = self.tokens
         first_tokens = set()
         for size in self.sizes:
             positions = list(islice(self._positions(size), LATEST))
             if self.drafter.pick == "frequent":
-                times = Counter(text[position] for position in positions)
-                # of equals the latest first
-                positions.sort(key=lambda position: -times[text[position]])
+                times = Counter(seq[position] for position in positions)
+                # a stable sort: of equals the latest stays first
+                positions.sort(key=lambda position: -times[seq[position]])
             for position in positions:
-                if text[position] not in first_tokens:
-                    first_tokens.add(text[position])
+                if seq[position] not in first_tokens:
+                    first_tokens.add(seq[position])
                     yield size, position
 
     def _positions(self, size: int) -> Iterator[int]:
-        """Yield the continuations of earlier occurrences of the text's last n tokens, latest first."""
-        position = self.latest.get(tuple(self.text[-size:]))
+        """Yield the positions after earlier occurrences of the sequence's last `size` tokens, latest first."""
+        position = self.latest.get(tuple(self.tokens[-size:]))
         while position is not None:
             yield position
             position = self.earlier.get((size, position))

@@ -13,7 +13,7 @@ from eagle.core.budget import Budget
 from eagle.core.drafter import Committed, Drafter, EachText, Noise
 from eagle.core.tree import DraftTree
 
-SEAM = -1  # what every remembered answer ends with: equal to no token
+SEAM = -1  # the mark after every remembered answer, equal to no token: no match goes across it
 
 # Of a string with more continuations the first so many are compared, so that a long text takes no longer than a short
 # one. On 180 answers of the bench target and of people that changed no acceptance length by more than 0.001; 16 cost
@@ -24,18 +24,19 @@ COMPARED = 32
 class Automaton:
     """The suffix automaton of a growing text: all of its strings, with what follows them and how often they occur.
 
-    Strings that end at the same places share a state (Blumer et al. 1985), whose link leads to their longest suffix
-    that ends at further places. Strings of up to `limit` tokens are counted, exactly at any moment.
+    Strings that end at the same positions share a state (Blumer et al. 1985), whose link leads to their longest suffix
+    that also ends at other positions. Strings of up to `limit` tokens are counted, exactly at any moment.
     """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self.next: list[dict[int, int]] = []
-        self.links: list[int] = []
+        # by state:
+        self.next: list[dict[int, int]] = []  # the state after each token that followed
+        self.links: list[int] = []  # the suffix link
         self.lengths: list[int] = []  # of a state's longest string
-        self.counts: list[int] = []
-        self.latest: list[int] = []  # the place where its strings ended last
-        self.whole = self._state({}, 0, 0, 0)  # the state of all the text
+        self.counts: list[int] = []  # how often its strings of at most `limit` tokens occurred
+        self.latest: list[int] = []  # the position where its strings ended last
+        self.whole = self._add_state({}, 0, 0, 0)  # the state of the whole text
         self.end = self.whole  # the state of its last `limit` tokens
 
     def add(self, token: int) -> None:
@@ -46,17 +47,17 @@ class Automaton:
         state = self.whole
         size = self.lengths[state] + 1
         # count 0: the last loop adds this occurrence
-        new = self._state({}, length=size, count=0, latest=size)
+        new = self._add_state({}, length=size, count=0, latest=size)
         self.whole = new
-        # every ending of the text that has not been followed by this token now is
+        # add a transition to each ending of the text that this token has not followed before
         while token not in self.next[state]:
             self.next[state][token] = new
             if state == 0:
                 break
             state = self.links[state]
         else:
-            # the longest suffix of the new text that occurred before
-            self.links[new] = self._exactly(state, token)
+            # the token has followed this ending before: the longest suffix of the new text that occurred earlier
+            self.links[new] = self._split_state(state, token)
         # the last `limit` tokens: those before the new one are shortened to make room for it
         shortened = self.shorten(self.end, self.limit - 1)
         self.end = self.next[shortened][token]
@@ -67,13 +68,21 @@ class Automaton:
             self.latest[state] = size
             state = self.links[state]
 
-    def follow_end(self) -> tuple[int, int]:
-        """Return state and length of the longest ending of the text, up to `limit` tokens, that also occurs earlier."""
+    def match_end(self) -> tuple[int, int]:
+        """Return state and length of the text's longest ending, up to `limit` tokens, that also occurs earlier."""
+        # the state of the whole text occurred only once
         state = self.links[self.end] if self.end == self.whole else self.end
         return state, min(self.lengths[state], self.limit)
 
-    def after(self, state: int, length: int, token: int) -> tuple[int, int]:
-        """Return state and length of another text's longest known ending after a token, from those before it."""
+    def extend_match(self, state: int, length: int, token: int) -> tuple[int, int]:
+        """Return state and length of the longest ending of another text that occurs in this one.
+
+        Args:
+            state: The state of that match before `token` was appended to the other text.
+            length: The number of tokens of that match.
+            token: The new last token of the other text.
+        """
+        # drop first tokens of the match until the rest was followed by this token
         while state and token not in self.next[state]:
             state = self.links[state]
             length = self.lengths[state]
@@ -82,40 +91,46 @@ class Automaton:
         return self.shorten(self.next[state][token], self.limit), min(length + 1, self.limit)
 
     def shorten(self, state: int, length: int) -> int:
-        """Return the state of a string in this state when all but its last `length` tokens are dropped."""
+        """Return the state of the last `length` tokens of a string, whose state is given."""
         while state and self.lengths[self.links[state]] >= length:
             state = self.links[state]
         return state
 
-    def followers(self, state: int, most: int) -> list[tuple[float, int, int]]:
-        """Return the most frequent successors of a state's strings (ties: most recent): share, token and state."""
-        # nothing follows the end of the text
+    def followers(self, state: int, max_count: int) -> list[tuple[float, int, int]]:
+        """Return the tokens that most often followed a state's strings, ties by recency: share, token and state."""
+        # one occurrence has no follower if the text ends with it
         is_end = self.latest[state] == self.lengths[self.whole]
         total = self.counts[state] - is_end
         compared = islice(self.next[state].items(), COMPARED)
+        # the sort is by count, then by recency
         ranked = [
             (self.counts[child], self.latest[child], token, child) for token, child in compared
         ]
-        best = sorted(ranked, reverse=True)[:most]
+        best = sorted(ranked, reverse=True)[:max_count]
         return [(times / total, token, child) for times, _, token, child in best if token != SEAM]
 
-    def _exactly(self, state: int, token: int) -> int:
-        """Return the state of a state's longest string plus this token, split from longer strings that shared it."""
+    def _split_state(self, state: int, token: int) -> int:
+        """Return the state whose longest string is that of `state` plus this token.
+
+        If longer strings share the state, a new one is split off for this string and its suffixes.
+        """
         shared = self.next[state][token]
         length = self.lengths[state] + 1
         if self.lengths[shared] == length:
             return shared
-        split = self._state(
+        split = self._add_state(
             dict(self.next[shared]), length, self.counts[shared], self.latest[shared]
         )
         self.links[split] = self.links[shared]
         self.links[shared] = split
+        # shorter endings led to the shared state, too
         while self.next[state].get(token) == shared:
             self.next[state][token] = split
             state = self.links[state]
         return split
 
-    def _state(self, follow: dict[int, int], length: int, count: int, latest: int) -> int:
+    def _add_state(self, follow: dict[int, int], length: int, count: int, latest: int) -> int:
+        """Add a state that links to the empty string, and return its index."""
         self.next.append(follow)
         self.links.append(0)
         self.lengths.append(length)
@@ -130,28 +145,35 @@ Node = tuple[int, int, float]  # token, parent, and log of how likely the path i
 def likeliest(past: Automaton, match: int, length: int, depth: int, width: int) -> Iterator[Node]:
     """Yield (token, parent, log-likelihood) of the tree of what followed a match, likeliest nodes first.
 
-    `match` is the automaton's state for the match, which has `length` tokens.
-    The first node is the root, whose token is SEAM. A path is as likely as its tokens followed one another in the past,
-    times n / (n + d): so likely a match of n tokens is taken to go on for d more. Of the bench target's greedy answers
-    it went on for one more in 41, 61, 72, 78, 80 and 83% (n = 1 to 6, where the past knew one continuation).
+    The first node is the root, whose token is SEAM. The likelihood of a path is how often its tokens followed one
+    another in the past, times n / (n + d), the estimate that a match of n tokens goes on for d more. Of the bench
+    target's greedy answers it went on for one more in 41, 61, 72, 78, 80 and 83% (n = 1 to 6, where the past had one
+    continuation).
+
+    Args:
+        past: The automaton of the text that is searched.
+        match: Its state for the match.
+        length: The number of tokens of the match, n.
+        depth: The levels of the tree.
+        width: The most children of a node.
     """
-    # minus the likelihood, so that a heap gives the likeliest; place and rank break ties
-    # entries: -likelihood, place and rank, then parent, token, state and level of the node
+    # entries: -likelihood, so that the heap gives the likeliest first; the parent's node and the rank among its
+    # children, which break ties; then parent, token, state and level
     heap = [(-1.0, 0, 0, -1, SEAM, match, 0)]
-    for place in count():
+    for node in count():
         if not heap:
             return
         minus_likelihood, _, _, parent, token, state, level = heappop(heap)
         yield token, parent, log(-minus_likelihood)
         if level == depth:
             continue
-        # one level's factor: over d levels their product is n / (n + d)
+        # the factor of one level: over d levels the product is n / (n + d)
         minus_likelihood *= (length + level) / (length + level + 1)
-        # a state without followers is the end of the past, which ends with the match: it goes on with what followed the
+        # a state that nothing follows is the end of the past, which ends with the match: go on with what followed the
         # match, as LZ77 copies a run over itself
         followers = past.followers(state if past.next[state] else match, width)
         for rank, (share, token, child) in enumerate(followers):
-            heappush(heap, (minus_likelihood * share, place, rank, place, token, child, level + 1))
+            heappush(heap, (minus_likelihood * share, node, rank, node, token, child, level + 1))
 
 
 class SuffixDrafter(Drafter):
@@ -163,6 +185,13 @@ class SuffixDrafter(Drafter):
     """
 
     def __init__(self, longest: int = 32, trust: int = 3, remember: int = 0) -> None:
+        """Set how strings are matched, and how much is remembered.
+
+        Args:
+            longest: The most tokens of a match and its draft together.
+            trust: How many nodes are drafted for each token of a match.
+            remember: How many tokens of earlier answers are searched, too.
+        """
         if longest < 2:
             raise ValueError(
                 f"longest is {longest}, expected 2 or more: a matched token and one drafted behind it"
@@ -174,8 +203,8 @@ class SuffixDrafter(Drafter):
         self.longest = longest
         self.trust = trust
         self.remember = remember
-        self.memory: list[int] = []
-        self.earlier = Automaton(longest)
+        self.memory: list[int] = []  # the tokens of earlier answers
+        self.earlier = Automaton(longest)  # of these tokens
 
     def begin(self, noise: Noise | None = None) -> SuffixText:
         """Return the state for a new sequence."""
@@ -185,8 +214,8 @@ class SuffixDrafter(Drafter):
         """Return the state for several sequences; with `remember`, each is remembered when it ends."""
         return _Remembered(self) if self.remember else EachText(self)
 
-    def keep(self, answer: list[int]) -> None:
-        """Remember an answer."""
+    def remember_answer(self, answer: list[int]) -> None:
+        """Add an answer to the texts that later requests search; beyond `remember` tokens drop the oldest half."""
         self.memory += answer
         if len(self.memory) > self.remember:
             # an automaton cannot forget: a new one reads the newest half
@@ -208,14 +237,14 @@ class SuffixText:
         self.match = (0, 0)  # state and length, in the earlier answers
 
     def propose(self, update: Committed, budget: Budget) -> DraftTree:
-        """Return the likeliest continuations within the budget; the root alone where nothing matches."""
+        """Return a tree of the likeliest continuations within the budget; the root alone where nothing matches."""
         self._read([*update.tokens.tolist(), update.root])
         past = self.text
-        state, length = past.follow_end()
+        state, length = past.match_end()
         if self.match[1] > length:
             past = self.earlier
             state, length = self.match
-        # strings of up to `longest` tokens are counted: the match and what is drafted after it
+        # the match and the draft after it are one string, of which up to `longest` tokens are counted
         depth = min(budget.depth, self.drafter.longest // 2)
         length = min(length, self.drafter.longest - depth)
         nodes = min(budget.nodes, self.drafter.trust * length)
@@ -227,16 +256,18 @@ class SuffixText:
         return DraftTree(tree_tokens, torch.tensor(parents), likelihoods=torch.tensor(likelihoods))
 
     def _read(self, tokens: list[int]) -> None:
-        """Append the tokens to the text; the first is its last root, except for a prompt."""
+        """Append the tokens to the sequence; the first is its last root, except for a prompt."""
+        # the sequence has that root already
         if self.answer:
             del tokens[0]
             self.answer += tokens
         else:
+            # of the prompt's update only the root belongs to the answer
             self.answer = tokens[-1:]
         for token in tokens:
             self.text.add(token)
             if self.drafter.remember:
-                self.match = self.earlier.after(*self.match, token)
+                self.match = self.earlier.extend_match(*self.match, token)
 
 
 class _Remembered(EachText):
@@ -249,4 +280,4 @@ class _Remembered(EachText):
         text = self.texts.pop(row)
         assert isinstance(text, SuffixText)
         if text.answer:
-            self.drafter.keep([*text.answer, SEAM])
+            self.drafter.remember_answer([*text.answer, SEAM])

@@ -27,7 +27,12 @@ from eagle.drafters.self_speculation.exit_state import ExitDrafter, exit_layer
 from eagle.recipe import Section
 
 FINAL_NORM = "model.norm.weight"  # in most families of transformers
-ONE_MORE = ("gemma", "gemma2", "gemma3", "gemma3_text")  # whose norms multiply by 1 + weight
+OFFSET_NORMS = (
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "gemma3_text",
+)  # model types whose norms multiply by 1 + weight
 
 
 class EarlyExitAdapterSettings(Section):
@@ -53,7 +58,7 @@ class EarlyExitAdapter(ExitDrafter, TrainableDrafter):
         width = shape.hidden_size
         self.layers = settings.layers
         self.teacher_taps = (settings.layers, -1)
-        # a change of zero: the new head drafts as the target's layers do
+        # the last layer is zero, so that a new head drafts as the target's layers do without it
         linear = nn.Linear(width, width, bias=False)
         nn.init.zeros_(linear.weight)
         inner = (
@@ -64,7 +69,7 @@ class EarlyExitAdapter(ExitDrafter, TrainableDrafter):
 
     @classmethod
     def taps_for(cls, settings: EarlyExitAdapterSettings, target_config: Any) -> tuple[int, ...]:
-        """Return the output of the layers that draft, read in training; drafting computes it itself."""
+        """Return the tap of the drafting layers' output, which training reads; a draft computes it itself."""
         layers = exit_layer(settings.layers, target_config.num_hidden_layers)
         if layers == target_config.num_hidden_layers:
             raise ValueError(
@@ -91,10 +96,10 @@ class EarlyExitAdapter(ExitDrafter, TrainableDrafter):
         """Return a new adapter; with the target's weights it predicts at first what `early_exit` predicts."""
         (layers,) = cls.taps_for(settings, target_config)
         head = cls(settings.model_copy(update={"layers": layers}), head_shape(target_config))
-        # some families store a norm's weight less one
+        # this norm multiplies by its weight, where some model types store the weight less one
         if weights is not None:
             head.norm.weight.data.copy_(
-                weights(FINAL_NORM) + (target_config.model_type in ONE_MORE)
+                weights(FINAL_NORM) + (target_config.model_type in OFFSET_NORMS)
             )
         return head
 
@@ -111,7 +116,7 @@ class EarlyExitAdapter(ExitDrafter, TrainableDrafter):
         """Return [.., H], the LM head's input, from the last layer's output [.., H]."""
         state = state.to(self.norm.weight.dtype)
         if self.change is not None:
-            # states differ in size by token and layer; the network sees them at size 1
+            # x + rms(x) network(x / rms(x)), as states differ in size by token and layer
             size = state.float().square().mean(-1, keepdim=True).sqrt().to(state.dtype)
             state = state + size * self.change(state / size)
         normed: Tensor = self.norm(state)
@@ -120,27 +125,29 @@ class EarlyExitAdapter(ExitDrafter, TrainableDrafter):
     # -- training -----------------------------------------------------------------------------------------------------
 
     def exit_states(self, batch: Batch, levels: int) -> tuple[Tensor, list[Tensor]]:
-        """Return the supervised slots [S], and for each level the LM head's input there [S, H].
+        """Return the indices [S] of the supervised slots among all tokens, and each level's LM head input [S, H].
 
         Level d of slot i reads the layers' output at token i + 1 + d, as a draft does, and predicts token i + 2 + d.
         """
-        places = upload(batch.loss_mask.nonzero()[:, 0] - 2, batch.tokens.device)
+        # the first token that a slot drafts is two after it
+        slot_indices = upload(batch.loss_mask.nonzero()[:, 0] - 2, batch.tokens.device)
         states = batch.select_taps(self.teacher_taps[:1])[:, 0]
         level_states = []
         for level in range(levels):
-            # every level reads the target's own states: a draft runs its first layers too
-            following = batch.places_behind(places, 1 + level)
+            # every level reads the target's own states, as a draft runs the target's layers on its tokens
+            following = batch.places_behind(slot_indices, 1 + level)
             level_states.append(self.adapt(states.index_select(0, following)))
-        return places, level_states
+        return slot_indices, level_states
 
     def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
-        """Return the distillation loss of one level; all are alike, as each reads the target's own early states."""
-        places, (student,) = self.exit_states(batch, 1)
-        target_hidden = batch.select_taps((-1,))[:, 0].index_select(0, places + 1)
+        """Return the distillation loss of one level: all levels do the same, as each reads the target's own states."""
+        slot_indices, (student,) = self.exit_states(batch, 1)
+        # the target predicts token i + 2 from its state at token i + 1
+        target_hidden = batch.select_taps((-1,))[:, 0].index_select(0, slot_indices + 1)
         total, _ = distillation_loss(
             student[None],
             target_hidden,
-            step_weights(places, 1),
+            step_weights(slot_indices, 1),
             (frozen, frozen),
             objective=Objective(self.settings.loss),
             dtype=frozen.weight.dtype,
@@ -154,7 +161,7 @@ class EarlyExitAdapter(ExitDrafter, TrainableDrafter):
         frozen: TargetHead,
         trees: dict[str, Paths],
     ) -> dict[str, Tensor]:
-        """Return sums: tokens that each tree would have kept, and agreement with the target's probs."""
+        """Return validation sums: how far each tree would be accepted, and the agreement with the target's probs."""
         levels = max(len(path) for paths in trees.values() for path in paths)
         _, states = self.exit_states(batch, levels)
         return validate_batch(batch, states, ([frozen.logits] * levels, frozen.logits), trees)

@@ -19,7 +19,7 @@ from eagle.drafters.parts.scoring import DraftRequest
 
 
 def exit_layer(layers: int | None, max_layers: int) -> int:
-    """Return the number of layers that draft, of `max_layers`; by default a third of them."""
+    """Return how many of the target's first layers draft: `layers`, or by default a third of all `max_layers`."""
     exit_after = max(max_layers // 3, 1) if layers is None else layers
     if not 1 <= exit_after <= max_layers:
         raise ValueError(
@@ -39,17 +39,17 @@ class ExitDrafter(Drafter):
     view: Any = None
 
     def exit_logits(self, hidden: Tensor, view: Any) -> Tensor:
-        """Return [.., V], from the last of these layers' output [.., H]: the target's final norm and LM head."""
+        """Return logits [.., V] of the last drafting layer's output [.., H], by the target's final norm and LM head."""
         logits: Tensor = view.logits(hidden)
         return logits
 
     def bind_target(self, view: Any) -> None:
-        """Take the target's layers."""
+        """Take the target's layers, for timing; a number of layers that it does not have is refused."""
         exit_layer(self.layers, len(view))
         self.view = view
 
     def open_with(self, texts: Any) -> ExitState:
-        """Return the state for several sequences drafted in a batch."""
+        """Return the state for several sequences drafted in a batch, on the target's cache rows `texts`."""
         view = texts.view
         return ExitState(
             texts, exit_layer(self.layers, len(view)), lambda hidden: self.exit_logits(hidden, view)
@@ -64,7 +64,7 @@ class ExitDrafter(Drafter):
         return 1
 
     def probe(self, context: int, rows: int, scored: int) -> Callable[[], Tensor]:
-        """Return a function to time: the layers over `rows` rows after `context` tokens, in a cache of its own."""
+        """Return a function to time: the layers on `rows` rows after `context` tokens; the last `scored` get logits."""
         view = self.view
         cache = view.new_cache()
         hidden = view.embed(torch.ones(1, context + rows, dtype=torch.long))
@@ -75,7 +75,7 @@ class ExitDrafter(Drafter):
             states: Tensor = view.read(hidden[:, rows], positions[:, rows], None, cache, 0, layers)
             return states
 
-        # the context is written once, and every call reads its rows after it
+        # the context is written once; every call reads its rows after it and overwrites those of the call before
         if context:
             cache.set_write_offset([0], commits=True)
             read(slice(0, context))
@@ -91,10 +91,16 @@ class ExitDrafter(Drafter):
 
 
 class ExitState:
-    """The noise of each sequence; everything else is in the target's state."""
+    """The noise and length of each sequence; everything else is in the target's state.
 
-    def __init__(self, texts: Any, layers: int, logits: Callable[[Tensor], Tensor]) -> None:
-        self.texts = texts
+    Args:
+        target_rows: The rows of the target's KV cache (`TargetTexts`).
+        layers: How many of the target's first layers draft.
+        logits: Returns the logits [.., V] of these layers' output.
+    """
+
+    def __init__(self, target_rows: Any, layers: int, logits: Callable[[Tensor], Tensor]) -> None:
+        self.target_rows = target_rows
         self.layers = layers
         self.logits = logits
         self.noises: dict[int, Noise | None] = {}
@@ -106,7 +112,7 @@ class ExitState:
         self.confirmed[row] = 0
 
     def fork(self, row: int, other: int) -> None:
-        """Refuse: the rows are the target's."""
+        """Refuse: drafts read the target's own cache rows, which a drafter cannot copy."""
         raise ValueError(
             "drafts over the target's own rows cannot follow a text that goes on in two ways"
         )
@@ -121,14 +127,15 @@ class ExitState:
         updates: Mapping[int, Committed],
         budgets: Mapping[int, Budget],
     ) -> dict[int, DraftTree]:
-        """Return trees grown from what the layers make of the roots."""
+        """Return trees grown by the target's first layers, which read each root and then level after level."""
         trees: dict[int, DraftTree] = {}
-        for rows in self.texts.groups(list(updates)):
+        for rows in self.target_rows.groups(list(updates)):
             requests = []
             for row in rows:
                 self.confirmed[row] += len(updates[row].tokens)
-                # drafted rows lie after the sequence in the target's own cache
-                budget = _fit_columns(budgets[row], self.texts.room(row))
+                # drafted nodes are written after the sequence in the target's own cache, which may be full
+                budget = _fit_columns(budgets[row], self.target_rows.room(row))
+                # the root's position is the number of confirmed tokens, and its children's the next one
                 requests.append(
                     DraftRequest(
                         updates[row].root, self.confirmed[row] + 1, budget, self.noises[row]
@@ -139,10 +146,12 @@ class ExitState:
 
     def _grow(self, rows: list[int], requests: list[DraftRequest]) -> list[DraftTree]:
         """Return the trees of rows that may share a forward."""
-        depths = [0]  # of the root, which every draft reads first, and of the nodes read after it
+        # of all nodes that are read, level after level; every draft reads the root first
+        depths = [0]
 
         def read(read_rows: list[int], tokens: Tensor, mask: Tensor | None) -> Tensor:
-            return self.logits(self.texts.ahead(read_rows, tokens, depths, mask, self.layers))
+            """Return the logits [B, K, V] after the last K nodes [B, K] of these rows."""
+            return self.logits(self.target_rows.ahead(read_rows, tokens, depths, mask, self.layers))
 
         def level(
             depth: int,
@@ -152,9 +161,10 @@ class ExitState:
             tree_mask: Tensor,
         ) -> Tensor:
             if depth == 1:
-                # trees of another budget grow after the same roots
+                # trees of another budget grow after these, from the roots again
                 del depths[1:]
             depths.extend([depth] * tokens.shape[1])
+            # every node sees the root
             with_root = F.pad(tree_mask, (1, 0), value=True)  # [B, K, R]
             return read([rows[i] for i in row_indices], tokens, with_root)
 
@@ -163,7 +173,7 @@ class ExitState:
 
 
 def _fit_columns(budget: Budget, room: float) -> Budget:
-    """Return the budget, as deep as the rows of its draft and the root fit in so many columns."""
+    """Return the budget, less deep if the root and the nodes that are read would not fit in `room` cache columns."""
     while not budget.is_empty and 1 + sum(level_rows(budget)) > room:
         budget = budget.within(budget.depth - 1)
     return budget

@@ -25,7 +25,7 @@ Select = Literal["recent", "snap"]
 
 
 class SparseKv(Drafter):
-    """All layers of the target after `budget` columns of its keys and values.
+    """Drafts with all layers of the target, which attend to only `budget` columns of its KV cache.
 
     "recent" keeps the first `sinks` tokens and the latest (StreamingLLM, Xiao et al. 2023, arXiv 2309.17453). "snap"
     keeps what the prompt's last tokens attend to, and all that follows the prompt (SnapKV, Li et al. 2024, arXiv
@@ -48,10 +48,10 @@ class SparseKv(Drafter):
         self.columns = budget
         self.sinks = sinks
         self.select = select
-        self.views: tuple[Any, ...] = ()  # in a tuple, as heads keep what they borrow
+        self.views: tuple[Any, ...] = ()  # the target's layers, once it is bound
 
     def bind_target(self, view: Any) -> None:
-        """Take the target's layers for timing; models that keep states and, for "snap", others are refused."""
+        """Take the target's layers, for timing; refuse models whose layers cannot attend to a choice of columns."""
         if view.keeps_states:
             raise ValueError(
                 "some layers of the target keep a state, which holds all tokens of a text and not a choice of them: "
@@ -69,7 +69,7 @@ class SparseKv(Drafter):
         self.views = (view,)
 
     def open_with(self, texts: Any) -> SparseState:
-        """Return the state for several sequences, with a separate cache."""
+        """Return the state for several sequences, with a separate cache, into which columns of `texts` are copied."""
         if self.select == "snap":
             return SnapState(texts, self.columns)
         return SparseState(texts, self.columns, self.sinks)
@@ -83,13 +83,13 @@ class SparseKv(Drafter):
         return 1
 
     def kept_bytes(self, tokens: int, column: ColumnBytes) -> int:
-        """Return the bytes of the copied columns, the root's and a draft's; "snap" keeps all that follow the prompt."""
+        """Return the bytes of the copied columns and a draft's; "snap" may keep a column of every token."""
         drafted = 1 + sum(self.forwards(self.budget or Budget()))
         columns = tokens if self.select == "snap" else min(tokens, self.columns + drafted)
         return with_room(columns) * column.cached
 
     def probe(self, context: int, rows: int, scored: int) -> Callable[[], Tensor] | None:
-        """Return a function to time: the target's forward of `rows` rows after a sparse cache; None before binding."""
+        """Return a function to time: a forward of `rows` rows on a sparse cache; None before a target is bound."""
         if not self.views:
             return None
         (view,) = self.views
@@ -109,27 +109,28 @@ class SparseKv(Drafter):
         return run
 
 
-OBSERVED = 32  # last tokens of a prompt, whose attention selects
-POOLED = 5  # neighbours whose attention is averaged
+OBSERVED = 32  # last tokens of a prompt: their attention selects the columns to keep
+POOLED = 5  # neighbouring columns over which the attention is averaged
 
 
 class SparseState:
-    """Sequences in a cache of the drafter's own: the first `sinks` tokens and the latest others, `budget` in all.
+    """Sequences in a separate KV cache: the first `sinks` tokens and the latest others, `budget` columns in all.
 
-    What the target commits is copied from its cache, the latest over the oldest; a draft lies after it and is dropped.
+    Committed columns are copied from the target's cache, the latest over the oldest. A draft is written after them and
+    overwritten by the next one.
     """
 
-    def __init__(self, texts: TargetTexts, budget: int, sinks: int) -> None:
-        self.texts = texts
-        self.view = texts.view
+    def __init__(self, target_rows: TargetTexts, budget: int, sinks: int) -> None:
+        self.target_rows = target_rows
+        self.view = target_rows.view
         self.budget = budget
         self.sinks = sinks
-        self.ring = budget - sinks
+        self.ring = budget - sinks  # columns for the latest tokens, used in turn
         self.cache = self.view.new_cache()
-        self.rows: list[int] = []  # by cache row: those that were asked for
+        self.rows: list[int] = []  # the row in each cache row; a row gets one at its first draft
         self.noises: dict[int, Noise | None] = {}
         self.lengths: dict[int, int] = {}  # committed tokens
-        self.copied: dict[int, int] = {}  # of them, those that were copied or passed over
+        self.copied: dict[int, int] = {}  # how many of them were copied, or left out for good
 
     def admit(self, row: int, noise: Noise | None = None) -> None:
         """Begin a row; its keys and values are copied when it is first asked for."""
@@ -138,13 +139,13 @@ class SparseState:
         self.copied[row] = 0
 
     def fork(self, row: int, other: int) -> None:
-        """Refuse: the rows are the target's."""
+        """Refuse: columns come from the target's own cache rows, which a drafter cannot copy."""
         raise ValueError(
             "drafts over the target's own rows cannot follow a text that goes on in two ways"
         )
 
     def release(self, row: int) -> None:
-        """Release a row; the sequence of the last cache row moves to its own."""
+        """Release a row; the sequence in the last cache row moves to the free one."""
         del self.noises[row], self.lengths[row], self.copied[row]
         if row in self.rows:
             cache_row = self.rows.index(row)
@@ -165,10 +166,11 @@ class SparseState:
             self.lengths[row] += len(update.tokens)
             if row not in self.rows:
                 self.rows.append(row)
-        # the drafts of the last cycle are overwritten by what the target made of the accepted tokens
+        # the target's columns of the accepted tokens overwrite the drafts of the last cycle
         self._copy_committed([row for row in self.rows if row in updates])
         trees: dict[int, DraftTree] = {}
-        for group in self.texts.groups([*updates]):
+        for group in self.target_rows.groups([*updates]):
+            # in the order of this cache, which may differ from the target's
             rows = sorted(group, key=self.rows.index)
             requests = [
                 DraftRequest(
@@ -181,15 +183,15 @@ class SparseState:
 
     def _grow(self, rows: list[int], requests: list[DraftRequest]) -> list[DraftTree]:
         """Return the trees of rows that share forwards; each root is read first and stays until the next draft."""
-        # sliding windows go by positions, which the columns of a ring do not have in order
-        column_positions = self._held_positions(rows) if self.view.has_windows else None
+        # sliding windows go by positions, and the columns of a ring are not in their order
+        column_positions = self._column_positions(rows) if self.view.has_windows else None
         roots = torch.tensor([[request.root] for request in requests])
         logits = self._read(
             rows, roots, depths=[0], tree_mask=None, column_positions=column_positions
         )[:, 0]
         for row in rows:
             self.cache.lengths[self.rows.index(row)] += 1
-        depths: list[int] = []
+        depths: list[int] = []  # of all nodes that are read after the root, level after level
 
         def level(
             depth: int,
@@ -198,6 +200,7 @@ class SparseState:
             parents: Tensor,
             tree_mask: Tensor,
         ) -> Tensor:
+            # trees of another budget grow after those before them, from the roots again
             if depth == 1:
                 depths.clear()
             depths.extend([depth] * tokens.shape[1])
@@ -225,9 +228,12 @@ class SparseState:
         """Return [B, K, V], the logits after the last K tokens [B, K] of drafts.
 
         Args:
-            depths: how far after the sequence each token of the drafts stands, those read before included.
-            tree_mask: what they see of the drafts, [B, K, R].
-            column_positions: the positions of the columns, [B, S + 1], where windows go by them.
+            rows: The rows [B] of the tokens.
+            tokens: The draft tokens.
+            depths: Of all R draft tokens of a row, those that were read before included: how many positions after the
+                root each is.
+            tree_mask: [B, K, R], which of the R each of the last K attends to.
+            column_positions: [B, S + 1], the position of each column, for models with sliding windows; else None.
         """
         # drafted tokens lie after the copied columns, level after level
         cache_rows = [self.rows.index(row) for row in rows]
@@ -243,31 +249,31 @@ class SparseState:
     # -- which columns are copied -------------------------------------------------------------------------------------
 
     def _copy_committed(self, rows: Sequence[int]) -> None:
-        """Bring the cache to what is committed of these rows, all in one copy per layer."""
+        """Copy the columns that were committed since the last draft, of all rows in one copy per layer."""
         moves = {}
-        # a length for each row in use
+        # the cache keeps a length for each row in use: new rows begin with 0
         lengths = self.cache.lengths + [0] * len(self.rows)
         self.cache.lengths = lengths[: len(self.rows)]
         for row in rows:
             cache_row = self.rows.index(row)
             if not self.copied[row]:
-                self._begin(row, cache_row)
-            positions = self._new_positions(row)
+                self._copy_prompt(row, cache_row)
+            positions = self._uncopied_positions(row)
             if len(positions):
                 moves[row] = cache_row, positions, self._columns(row, positions)
             self.copied[row] = self.lengths[row]
-            self.cache.lengths[cache_row] = self._held(row)
-        self.texts.copy_columns(self.cache, moves)
+            self.cache.lengths[cache_row] = self._count_columns(row)
+        self.target_rows.copy_columns(self.cache, moves)
 
-    def _begin(self, row: int, cache_row: int) -> None:
-        """Select the prompt columns to keep permanently; none here."""
+    def _copy_prompt(self, row: int, cache_row: int) -> None:
+        """Copy the columns of a prompt that are selected once and stay; here none are."""
 
-    def _held(self, row: int) -> int:
+    def _count_columns(self, row: int) -> int:
         """Return the number of columns in use for a row."""
         return min(self.lengths[row], self.budget)
 
-    def _new_positions(self, row: int) -> Tensor:
-        """Return [M], the positions that still have to be copied."""
+    def _uncopied_positions(self, row: int) -> Tensor:
+        """Return [M], the positions of committed tokens that must be copied now."""
         start = self.copied[row]
         end = self.lengths[row]
         sinks = range(start, min(end, self.sinks))
@@ -275,39 +281,41 @@ class SparseState:
         return torch.tensor([*sinks, *latest], dtype=torch.long)
 
     def _columns(self, row: int, positions: Tensor) -> Tensor:
-        """Return [M], the columns of positions: the sinks in order, the others in a ring after them."""
+        """Return [M], the cache column of each position: the sinks in order, the others in a ring after them."""
         ring = self.sinks + (positions - self.sinks) % self.ring
         return torch.where(positions < self.sinks, positions, ring)
 
-    def _held_positions(self, rows: Sequence[int]) -> Tensor:
-        """Return [B, S + 1], the position in each of a row's columns, the root's after them."""
-        count = max(map(self._held, rows)) + 1
+    def _column_positions(self, rows: Sequence[int]) -> Tensor:
+        """Return [B, S + 1], the position of the token in each column of a row, and after them the root's."""
+        count = max(map(self._count_columns, rows)) + 1
         column_positions = torch.arange(count).repeat(len(rows), 1)
         for row, positions in zip(rows, column_positions, strict=True):
             end = self.lengths[row]
-            # none while the sinks fill
+            # the tokens in the ring: none as long as all are sinks
             latest = torch.arange(max(end - self.ring, min(self.sinks, end)), end)
             positions[self._columns(row, latest)] = latest
-            positions[self._held(row)] = end
+            positions[self._count_columns(row)] = end
         return column_positions
 
 
 class SnapState(SparseState):
-    """Rows whose prompts are reduced once to the columns that their last tokens attend to; all later tokens stay."""
+    """Sequences whose prompts are reduced once to the columns that their last tokens attend to.
 
-    def __init__(self, texts: TargetTexts, budget: int) -> None:
-        super().__init__(texts, budget, 0)
-        self.skipped: dict[
-            int, int
-        ] = {}  # tokens of a prompt that are not copied, as many in every head
+    All tokens after the prompt stay.
+    """
+
+    def __init__(self, target_rows: TargetTexts, budget: int) -> None:
+        super().__init__(target_rows, budget, sinks=0)
+        # how many tokens of a prompt are left out: each head chooses others, but as many
+        self.skipped: dict[int, int] = {}
 
     def release(self, row: int) -> None:
-        """Release a row."""
+        """Release a row, whose prompt may have been reduced."""
         super().release(row)
         self.skipped.pop(row, None)
 
-    def _begin(self, row: int, cache_row: int) -> None:
-        """Copy `budget` columns of a longer prompt, the last of them and the highest scores, each head its own."""
+    def _copy_prompt(self, row: int, cache_row: int) -> None:
+        """Copy `budget` columns of a longer prompt: its last ones, and for each head those with the highest scores."""
         length = self.lengths[row]
         self.skipped[row] = max(length - self.budget, 0)
         if not self.skipped[row]:
@@ -316,23 +324,25 @@ class SnapState(SparseState):
         self.cache.set_write_offset([cache_row], [0])
 
         def copy(layer: int, queries: Tensor, keys: Tensor, scale: float) -> None:
-            # the last tokens stay, and of those before them the likeliest to be attended to
+            """Copy a layer's selected columns, when the target's forward comes to its attention."""
+            # [X, budget - OBSERVED]; the last tokens stay, and of the others those that they attend to most
             selected = (
                 score_columns(queries[0], keys[0], scale).topk(self.budget - OBSERVED).indices
             )
             last = latest.to(selected.device).expand(len(selected), -1)
             columns = torch.cat([selected, last], 1)[:, :, None]  # [X, budget, 1]
-            stored = self.texts.keys_values(row, layer)
+            stored = self.target_rows.keys_values(row, layer)
             layers: Any = self.cache.layers
             layers[layer].update(*(tensor.take_along_dim(columns, 1)[None] for tensor in stored))
 
-        self.texts.observe_attention(row, OBSERVED, copy)
+        # reads the last tokens again, and calls `copy` in each layer
+        self.target_rows.observe_attention(row, OBSERVED, copy)
         self.copied[row] = length
 
-    def _held(self, row: int) -> int:
+    def _count_columns(self, row: int) -> int:
         return self.lengths[row] - self.skipped[row]
 
-    def _new_positions(self, row: int) -> Tensor:
+    def _uncopied_positions(self, row: int) -> Tensor:
         return torch.arange(self.copied[row], self.lengths[row])
 
     def _columns(self, row: int, positions: Tensor) -> Tensor:
@@ -342,7 +352,8 @@ class SnapState(SparseState):
 def score_columns(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
     """Return [X, T - N], how much the last N tokens attend to each token before them.
 
-    Probs are summed over queries and the heads that share keys, then averaged over five neighbours, 0 beyond the ends.
+    Probs are summed over queries and the heads that share keys, then averaged over five neighbours, 0 beyond the ends
+    (SnapKV).
 
     Args:
         queries: of the last tokens, [H, N, D].
@@ -354,6 +365,7 @@ def score_columns(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
     # A = softmax(scale Q K^T); the score of a key is the sum of its column
     scores = (queries.reshape(heads, -1, width) * scale) @ keys.transpose(1, 2)
     scores = scores.view(heads, -1, count, keys.shape[1])  # [X, H / X, N, T]
+    # a query does not see the tokens after it
     is_later = torch.ones(count, count, dtype=torch.bool, device=keys.device).triu(1)
     scores[..., -count:].masked_fill_(is_later, -torch.inf)
     attended = scores.softmax(-1, dtype=torch.float32)[..., :-count].sum((1, 2))

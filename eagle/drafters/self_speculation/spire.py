@@ -86,13 +86,13 @@ class Spire(TrainableDrafter):
         count = shape.num_hidden_layers
         self.layers = nn.ModuleList([NormedBlock(shape) for _ in range(count)])
         self.norm = Norm(shape.hidden_size, shape.rms_norm_eps)
-        # of a block's memory, before the softmax
+        # [n, 1 + n], the weights of the mix that is a block's memory, before the softmax
         self.mix = nn.Parameter(torch.zeros(count, 1 + count))
         self.rotary = Rotary(shape)
 
     @classmethod
     def taps_for(cls, settings: SpireSettings, target_config: Any) -> tuple[int, ...]:
-        """Return the target's inputs to its last blocks."""
+        """Return the taps of the target's inputs to its last `blocks` layers."""
         layers = target_config.num_hidden_layers
         if settings.blocks > layers:
             raise ValueError(
@@ -136,7 +136,10 @@ class Spire(TrainableDrafter):
         return torch.einsum("ml,...lh->...mh", self.mix.softmax(-1), states).to(states.dtype)
 
     def project_memories(self, memories: Tensor, tables: Pair) -> list[Pair]:
-        """Return every block's keys and values [k, N, w] of memories [N, n, H] at positions of tables [N, w]."""
+        """Return each block's keys and values [k, N, w] of its memories [N, n, H].
+
+        `tables` are the cosines and sines [N, w] of rotary embedding at the positions of the memories.
+        """
         pairs = []
         for block, memory in zip(self.layers, memories.unbind(-2), strict=True):
             pairs.append(key_value(block, (block.input_layernorm(memory),), tables))
@@ -145,16 +148,17 @@ class Spire(TrainableDrafter):
     # -- training ------------------------------------------------------------------------------------------------------
 
     def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
-        """Return the sum over the passes of cross-entropy from the target's probs and 1 - overlap, weighted."""
+        """Return the loss: cross-entropy from the target's probs, blended with 1 - overlap, summed over the passes."""
         settings = self.settings
         spans, weights = self.training_slots(batch, batch.tokens.device)
-        places, states = self.unroll(batch, frozen, spans, settings.steps)
+        slot_indices, states = self.unroll(batch, frozen, spans, settings.steps)
         target_hidden = batch.select_taps((-1,))[:, 0]
         objective = Objective("hybrid", blend=settings.cross_entropy)
         losses = []
         for step, (state, weight) in enumerate(zip(states, weights, strict=True), start=1):
-            # a pass that is not reached has no weight, and its state may not be stored: it reads that of the first
-            teacher = target_hidden.index_select(0, places + torch.where(weight > 0, step, 1))
+            # slot i predicts token i + step + 1, which the target predicts from its state at i + step; a pass without
+            # weight takes the first pass's state, as its own may not be stored
+            teacher = target_hidden.index_select(0, slot_indices + torch.where(weight > 0, step, 1))
             loss, _ = distillation_loss(
                 state[None],
                 teacher,
@@ -170,12 +174,13 @@ class Spire(TrainableDrafter):
         }
 
     def training_slots(self, batch: Batch, device: torch.device) -> tuple[Spans, Tensor]:
-        """Return every `stride`-th slot, from one that a sequence's seed decides, and its weight in each pass [K, S].
+        """Return the slots to train, every `stride`-th of a sequence, and their weights [K, S] in each pass.
 
-        A pass counts if all tokens up to the one it predicts are supervised. Sequences are weighted by supervised
-        tokens.
+        The sequence's seed decides the first of them. A pass counts if all tokens up to the one it predicts are
+        supervised. Sequences are weighted by their supervised tokens.
         """
         settings = self.settings
+        # slot i predicts token i + 2 first
         masks = [mask[2:] for mask in batch.masks]
         supervised = max(sum(int(mask.sum()) for mask in masks), 1)
         firsts = []
@@ -188,7 +193,7 @@ class Spire(TrainableDrafter):
             slots = marked[marked % settings.stride == first]
             reached = reached_levels(mask, slots, settings.steps).T
             firsts.append(first)
-            # the slots that are left out are counted by those that are trained
+            # each trained slot also counts for those that the stride leaves out
             weights.append(reached * (len(marked) / max(len(slots), 1) / supervised))
         spans = Spans.of(masks, device, settings.stride, firsts, window=settings.window)
         return spans, upload(torch.cat(weights, dim=1), device)
@@ -200,10 +205,10 @@ class Spire(TrainableDrafter):
         spans: Spans,
         steps: int,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return the states of slots in each pass.
+        """Run the passes of training at the slots of `spans`, and return the states that predict the next tokens.
 
-        Slot i sees the target's states of tokens up to i. In pass s it reads token i + 1 + s, sees its own memories of
-        the passes before, and predicts the next token.
+        Slot i sees the target's states of tokens up to i. In pass s, from 0 on, it reads token i + 1 + s, sees its own
+        memories of the passes before, and predicts the next token.
 
         Returns:
             The index [S] of each slot among all tokens, and the states [S, H] of each pass, normed for the LM head.
@@ -211,18 +216,19 @@ class Spire(TrainableDrafter):
         slots, positions, _ = text_slots(batch, batch.tokens.device)
         features = batch.select_taps(self.taps).index_select(0, slots).to(self.mix.dtype)
         tables_at = position_tables(self.rotary, features, max(batch.lengths, default=0) + steps)
+        # keys and values [k, N, w] of the target's states, by block
         context = [
             (key.contiguous(), value)
             for key, value in self.project_memories(features, tables_at(positions))
         ]
-        places = slots.index_select(0, spans.rows)
+        slot_indices = slots.index_select(0, spans.rows)
         positions = positions.index_select(0, spans.rows)
         # keys and values of the passes so far, by block
         memory_pairs: list[list[Pair]] = [[] for _ in self.layers]
         pass_states: list[Tensor] = []
         for step in range(1, steps + 1):
             tables = tables_at(positions + step)
-            following = batch.places_behind(places, step)
+            following = batch.places_behind(slot_indices, step)
             states = [frozen.embed(batch.tokens.index_select(0, following)).to(features.dtype)]
             for block, pair, drafted in zip(self.layers, context, memory_pairs, strict=True):
                 inputs = block.inputs(states[-1])
@@ -232,13 +238,13 @@ class Spire(TrainableDrafter):
             pass_states.append(self.norm(states[-1]))
             if step == steps:
                 break
-            # what the pass leaves is known once all blocks are read, so the next one sees it and this one does not
+            # the memories of a pass mix the outputs of all its blocks, so only later passes can see them
             memories = self.mix_states(torch.stack(states, dim=-2))
             for pairs, pair in zip(
                 memory_pairs, self.project_memories(memories, tables), strict=True
             ):
                 pairs.append(pair)
-        return places, pass_states
+        return slot_indices, pass_states
 
     # -- validation ---------------------------------------------------------------------------------------------------
 
@@ -249,7 +255,7 @@ class Spire(TrainableDrafter):
         frozen: TargetHead,
         trees: dict[str, Paths],
     ) -> dict[str, Tensor]:
-        """Return sums at all supervised slots: tokens that each tree would keep, and agreement of the probs."""
+        """Return validation sums: how far each tree would be accepted, and the agreement with the target's probs."""
         steps = max(len(path) for paths in trees.values() for path in paths)
         states, students = zip(*self.draft_levels(batch, frozen, steps), strict=True)
         return validate_batch(batch, states, (students, frozen.logits), trees)
@@ -262,6 +268,7 @@ class Spire(TrainableDrafter):
     ) -> list[tuple[Tensor, Callable[[Tensor], Tensor]]]:
         """Return each level's states [S, H], and the target's LM head."""
         _, _, spans = text_slots(batch, batch.tokens.device)
+        # the spans of all supervised slots, which were made without the window
         _, states = self.unroll(batch, frozen, replace(spans, window=self.settings.window), levels)
         return [(state, frozen.logits) for state in states]
 
@@ -271,19 +278,20 @@ class Spire(TrainableDrafter):
         """Return the state for several sequences drafted in a batch."""
         return MemoryState(self, self.settings.window)
 
-    def remember(self, memories: Tensor, tables: Pair) -> Tensor:
-        """Return [N, n, 2, k, w], keys and values of memories [N, n, H] at positions of tables [N, w]."""
+    def keys_values(self, memories: Tensor, tables: Pair) -> Tensor:
+        """Return [N, n, 2, k, w], the keys and values of `project_memories` in one tensor with a row for each token."""
         pairs = [torch.stack(pair) for pair in self.project_memories(memories, tables)]
+        # [n, 2, k, N, w] -> [N, n, 2, k, w]
         return torch.stack(pairs).permute(3, 0, 1, 2, 4)
 
     def read_level(self, tokens: Tensor, memory: Tensor, tables: Pair, mask: Tensor) -> Tensor:
-        """Return [B, T, 1 + n, H], embeddings and outputs at tokens [B, T].
+        """Return [B, T, 1 + n, H], the embedding of each token and the output of each block there.
 
         Args:
             tokens: [B, T].
-            memory: what they see, [B, C, n, 2, k, w].
-            tables: cosines and sines at their positions.
-            mask: [B, 1, groups * T, C].
+            memory: [B, C, n, 2, k, w], the keys and values that they may attend to.
+            tables: Cosines and sines at their positions.
+            mask: [B, 1, groups * T, C], added to the scores; `groups` query heads share a key.
         """
         width = self.shape.head_dim
         states = [self.frozen[0].embed(tokens).to(memory.dtype)]
@@ -302,7 +310,7 @@ class Spire(TrainableDrafter):
         return torch.stack(states, dim=2)
 
     def logits(self, states: Tensor) -> Tensor:
-        """Return [.., V], the target's LM head after the last of states [.., 1 + n, H]."""
+        """Return logits [.., V] by the final norm and the target's LM head, of the last of states [.., 1 + n, H]."""
         return self.frozen[0].logits(self.norm(states[..., -1, :]))
 
     def forwards(self, budget: Budget) -> tuple[int, ...]:
@@ -314,27 +322,28 @@ class Spire(TrainableDrafter):
         return 1
 
     def kept_bytes(self, tokens: int, column: ColumnBytes) -> int:
-        """Return the bytes of every block's memories, of a sequence or of what its window shows."""
+        """Return the bytes of every block's memories of a sequence, or of the tokens that its window shows."""
         shape = self.shape
+        # bytes of one token's key and value in a block
         width = 2 * shape.num_key_value_heads * shape.head_dim * self.mix.element_size()
         return int(self._visible(tokens) * len(self.layers) * width)
 
     def _visible(self, tokens: int) -> int:
-        """Return how many of a sequence's tokens are remembered."""
+        """Return of how many of a sequence's tokens memories are kept."""
         window = self.settings.window
         return tokens if window is None else min(tokens, window.sinks + window.recent)
 
     def probe(self, context: int, rows: int, scored: int) -> Callable[[], Tensor]:
-        """Return a function to time: a level of `rows` rows after `context` tokens, or what the window shows."""
+        """Return a function to time: a level of `rows` nodes after `context` tokens, the last `scored` with logits."""
         weight = self.layers[0].mlp.up_proj.weight
         visible = self._visible(context)
         tokens = torch.ones(1, rows, dtype=torch.long, device=weight.device)
         keys = self.shape.num_key_value_heads
         memory = weight.new_zeros(1, visible, len(self.layers), 2, keys, self.shape.head_dim)
         tables = rotary_tables(self.rotary, weight, torch.full_like(tokens, context))
-        # a draft's own rows are not seen: its first level has none before it
-        nothing = tokens.new_ones(1, rows, 0, dtype=torch.bool)
-        mask = level_mask(memory.new_zeros(1, visible), nothing, self.query_groups)
+        # the nodes of a first level have no ancestors in the memory
+        no_ancestors = tokens.new_ones(1, rows, 0, dtype=torch.bool)
+        mask = level_mask(memory.new_zeros(1, visible), no_ancestors, self.query_groups)
 
         @torch.inference_mode()
         def run() -> Tensor:
@@ -344,7 +353,7 @@ class Spire(TrainableDrafter):
 
 
 class MemoryState:
-    """Memory [C, n, 2, k, w] of each sequence: of its first tokens and its last ones where there is a window."""
+    """The memory [C, n, 2, k, w] of each sequence: keys and values of its tokens, or of those that the window shows."""
 
     def __init__(self, head: Any, window: Window | None) -> None:
         self.head = head
@@ -359,7 +368,7 @@ class MemoryState:
         self.lengths[row] = 0
 
     def fork(self, row: int, other: int) -> None:
-        """Copy a row to a new one, which begins with the same memory."""
+        """Copy a row to the new row `other`; both share the memory so far, which is never changed in place."""
         self.noises[other] = self.noises[row]
         self.lengths[other] = self.lengths[row]
         if row in self.memory:
@@ -376,7 +385,7 @@ class MemoryState:
         updates: Mapping[int, Committed],
         budgets: Mapping[int, Budget],
     ) -> dict[int, DraftTree]:
-        """Return trees grown after the root of each row, once the states of its committed tokens are remembered."""
+        """Add the committed tokens to the memory of each row, and return trees grown after the roots."""
         self._commit(updates)
         requests = [
             DraftRequest(update.root, self.lengths[row] + 1, budgets[row], self.noises[row])
@@ -397,28 +406,29 @@ class MemoryState:
             counts.append(len(update.tokens))
             features.append(update.features)
             positions.append(torch.arange(counts[-1]) + self.lengths[row])
-        # a sequence's memories are the target's own inputs to the blocks, [N, n, H]
+        # [N, n, H]: memories of committed tokens are the target's own inputs to the blocks
         memories = torch.cat(features).to(head.mix.device, head.mix.dtype)
-        new = head.remember(memories, _tables_of(head.rotary, memories, positions)).split(counts)
+        new = head.keys_values(memories, _tables_of(head.rotary, memories, positions)).split(counts)
         for row, chunk, count in zip(updates, new, counts, strict=True):
             memory = torch.cat([self.memory[row], chunk]) if row in self.memory else chunk
             self.memory[row] = self._trim(memory)
             self.lengths[row] += count
 
     def _trim(self, memory: Tensor) -> Tensor:
-        """Return the columns that the window shows."""
+        """Return the columns [C, ..] of a sequence that the window shows: its first and its latest tokens."""
         window = self.window
         if window is None or len(memory) <= window.sinks + window.recent:
             return memory
         return torch.cat([memory[: window.sinks], memory[-window.recent :]])
 
     def positions(self, row: int) -> Tensor:
-        """Return [C], the positions of the columns of a sequence."""
+        """Return [C], the position of the token in each memory column of a row."""
         return self._trim(torch.arange(self.lengths[row]))
 
 
 def _tables_of(rotary: Rotary, like: Tensor, positions: Sequence[Tensor]) -> Pair:
-    """Return [N, w] each, cosines and sines at positions of several sequences, as if each were alone."""
+    """Return [N, w] each, the cosines and sines at these positions of several sequences, one after the other."""
+    # kinds whose frequencies depend on the longest sequence must see each sequence alone
     groups = positions if rotary.rope_type in FOLLOW_LENGTH else [torch.cat(list(positions))]
     tables = [rotary_tables(rotary, like, upload(group, like.device)[None]) for group in groups]
     cosine, sine = zip(*tables, strict=True)
@@ -426,7 +436,10 @@ def _tables_of(rotary: Rotary, like: Tensor, positions: Sequence[Tensor]) -> Pai
 
 
 class _MemoryLevels(FollowsRows):
-    """The levels of the drafts of some sequences; what was drafted is remembered after the sequences."""
+    """Reads a batch's drafts level by level, with the memories of drafted nodes appended to those of the sequences.
+
+    `grow_rows` calls it for each level.
+    """
 
     def __init__(self, state: MemoryState, rows: list[int], roots: list[int]) -> None:
         self.head = state.head
@@ -436,23 +449,27 @@ class _MemoryLevels(FollowsRows):
         counts = torch.tensor([len(state.memory[row]) for row in rows])[:, None]
         lengths = torch.tensor([state.lengths[row] for row in rows])[:, None]
         device = memory.device
-        # columns after a shorter sequence's are hidden
-        committed = memory.new_zeros(memory.shape[:2])
+        # an additive mask [B, C] that hides the columns that pad shorter sequences
+        committed_mask = memory.new_zeros(memory.shape[:2])
         if counts.min() < counts.max():
             is_after = torch.arange(memory.shape[1], device=device) >= upload(counts, device)
-            committed.masked_fill_(is_after, torch.finfo(memory.dtype).min)
-        self.first = memory, committed, upload(positions, device), upload(lengths, device)
-        self._begin()
+            committed_mask.masked_fill_(is_after, torch.finfo(memory.dtype).min)
+        # the tensors before any level, to which drafts of another budget return
+        self.at_roots = memory, committed_mask, upload(positions, device), upload(lengths, device)
+        self._restart()
         tokens = upload(torch.tensor(roots)[:, None], device)
-        nothing = torch.zeros(len(rows), 1, 0, dtype=torch.bool, device=device)
-        self.first_states = self.states = self._read(0, tokens, nothing)
+        no_ancestors = torch.zeros(len(rows), 1, 0, dtype=torch.bool, device=device)
+        # [B, 1, 1 + n, H] and [B, V], after the roots
+        self.first_states = self.states = self._read(0, tokens, no_ancestors)
         self.first_logits = self.head.logits(self.states)[:, 0]
 
-    def _begin(self) -> None:
-        """Start at the roots."""
-        self.rows = list(range(len(self.first[0])))
-        self.widths: list[int] = []  # nodes of each level that is remembered
-        self.memory, self.committed, self.positions, self.ends = self.first
+    def _restart(self) -> None:
+        """Return to the roots of all rows, before any level was read."""
+        self.rows = list(range(len(self.at_roots[0])))
+        self.widths: list[
+            int
+        ] = []  # the number of nodes of each level whose memories were appended
+        self.memory, self.committed_mask, self.positions, self.lengths = self.at_roots
 
     def __call__(
         self,
@@ -462,52 +479,56 @@ class _MemoryLevels(FollowsRows):
         parents: Tensor,
         tree_mask: Tensor,
     ) -> Tensor:
-        """Return [B, K, V], the logits after the nodes of one level of these rows."""
+        """Return [B, K, V], the logits after the nodes [B, K] of one level of these rows."""
+        # trees of another budget grow after those before them, from the roots again
         if depth == 1:
-            self._begin()
+            self._restart()
             self.states = self.first_states
         tensors = self.keep_rows(
-            rows, self.states, self.memory, self.committed, self.positions, self.ends
+            rows, self.states, self.memory, self.committed_mask, self.positions, self.lengths
         )
-        self.states, self.memory, self.committed, self.positions, self.ends = tensors
-        self._remember(depth - 1)
-        # the root and the nodes above, as no node sees its own column
+        self.states, self.memory, self.committed_mask, self.positions, self.lengths = tensors
+        self._append_memories(depth - 1)
+        # [B, K, R], the root and the nodes above: a node's own memory is not known yet
         ancestors = F.pad(
             tree_mask[..., : tree_mask.shape[2] - tokens.shape[1]], (1, 0), value=True
         )
         if self.window and depth > self.window.recent:
-            # the window has left the levels that lie further back
+            # the window of `recent` tokens no longer shows the root and the first levels
             ancestors[..., : sum(self.widths[: depth - self.window.recent])] = False
         self.states = self._read(depth, tokens, ancestors)
         return self.head.logits(self.states)
 
-    def _remember(self, depth: int) -> None:
+    def _append_memories(self, depth: int) -> None:
         """Append the memories of a level's nodes, as keys and values, to those of the sequence and the levels before.
 
         The nodes of later levels attend to them.
         """
         head = self.head
         count = self.states.shape[1]  # K of [B, K, 1 + n, H]
-        # all nodes of a level stand at one position
+        # all nodes of a level have the same position
         cosine, sine = (table.expand(-1, count, -1).flatten(0, 1) for table in self._tables(depth))
         # the head takes nodes as rows: [B * K, n, H] -> [B * K, n, 2, k, w]
-        new = head.remember(head.mix_states(self.states).flatten(0, 1), (cosine, sine))
+        new = head.keys_values(head.mix_states(self.states).flatten(0, 1), (cosine, sine))
         self.memory = torch.cat([self.memory, new.unflatten(0, (-1, count))], dim=1)
         self.widths.append(count)
 
     def _read(self, depth: int, tokens: Tensor, ancestors: Tensor) -> Tensor:
         """Return the states [B, K, 1 + n, H] of the K nodes of a level.
 
-        `ancestors` [B, K, R] marks the rows of the draft that each of them attends to.
+        `ancestors` [B, K, R] marks the draft nodes in the memory that each of them attends to.
         """
-        committed = self.committed
+        committed_mask = self.committed_mask
         if self.window and depth:
-            is_old = self.window.hides(self.positions, self.ends - 1, 0, depth)
-            committed = committed.masked_fill(is_old, torch.finfo(committed.dtype).min)
-        mask = level_mask(committed, ancestors, self.head.query_groups)
+            # the drafted tokens take their part of the window's latest tokens
+            is_old = self.window.hides(self.positions, self.lengths - 1, 0, depth)
+            committed_mask = committed_mask.masked_fill(
+                is_old, torch.finfo(committed_mask.dtype).min
+            )
+        mask = level_mask(committed_mask, ancestors, self.head.query_groups)
         states: Tensor = self.head.read_level(tokens, self.memory, self._tables(depth), mask)
         return states
 
     def _tables(self, depth: int) -> Pair:
         """Return [B, 1, w] each, cosines and sines at the positions of a level."""
-        return rotary_tables(self.head.rotary, self.memory, self.ends + depth)
+        return rotary_tables(self.head.rotary, self.memory, self.lengths + depth)

@@ -70,13 +70,13 @@ def test_matches_are_those_of_a_search(
 ) -> None:
     """The longest suffix that occurred earlier, and that of another sequence that occurs here."""
     automaton = make_automaton(sequence, limit)
-    state, length = automaton.follow_end()
+    state, length = automaton.match_end()
     assert length == longest_end(sequence, sequence, limit, 2)
     assert state == state_of(automaton, sequence[len(sequence) - length :])
     state = 0
     length = 0
     for end, token in enumerate(other, start=1):
-        state, length = automaton.after(state, length, token)
+        state, length = automaton.extend_match(state, length, token)
         assert length == longest_end(sequence, other[:end], limit, 1)
         assert state == state_of(automaton, other[end - length : end])
 

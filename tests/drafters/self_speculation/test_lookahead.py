@@ -339,7 +339,7 @@ def test_other_drafters_trees_leave_the_window_alone() -> None:
     """In a list of drafters, a tree under another root, or without the window's nodes, tells nothing."""
     text: Any = LookaheadDrafter(3, 3, 3).begin()
     text.propose(Committed(torch.tensor(PROMPT), None, 9), Budget(40, 9, 9))
-    state = text.state.texts[0]
+    state = text.state.sequences[0]
     before = [[*column] for column in state.columns]
     for tree in (DraftTree.chain([8, 1, 2, 3]), DraftTree.chain([9])):
         state.advance(tree, [0] * len(tree))

@@ -222,13 +222,13 @@ def test_snapped_drafts_are_the_models_behind_what_each_head_chose(
 ) -> None:
     """One of the prompts is within the budget, and held whole also when the answer has outgrown that."""
     begun: list[int] = []
-    begin = sparse_kv.SnapState._begin
+    begin = sparse_kv.SnapState._copy_prompt
 
     def count(self: Any, row: int, cache_row: int) -> None:
         begun.append(row)
         begin(self, row, cache_row)
 
-    monkeypatch.setattr(sparse_kv.SnapState, "_begin", count)
+    monkeypatch.setattr(sparse_kv.SnapState, "_copy_prompt", count)
     traces = decode(copy_target(model), SNAP, SNAP_LENGTHS)
     assert drafts_are_naive(model, traces, hold_snapped)
     assert len(begun) == len(SNAP_LENGTHS)
