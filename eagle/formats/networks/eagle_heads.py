@@ -211,6 +211,9 @@ def _read_fc_bias(head: HeadFolder) -> Config:
         )
     if is_promised is None:
         state = "is there"
+        if is_there and not bool(head.load("fc.bias").any()):
+            # engines that expect a bias get one that does nothing
+            state = "is there, all zeros as exports have it without fc_bias, and does nothing"
         if not is_there:
             state = "is not there, and a reader that expects one starts it at random"
         head.notes.append(
@@ -268,7 +271,7 @@ def _list_eagle1_facts(head: HeadFolder) -> Config:
     """Return what `inspect` prints of an EAGLE-1 head: sizes, the target's state that it reads, and fc's bias."""
     bias = "yes" if "fc.bias" in head.names else "no"
     if bias == "yes" and not head.load("fc.bias").any():
-        bias = "all zeros, which does nothing"
+        bias = "all zeros, as exports have it without fc_bias: does nothing"
     return {
         **_list_block_facts(head),
         "reads": "the target's last hidden state, after the final norm",
