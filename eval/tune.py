@@ -370,13 +370,13 @@ def by_rank(rates: Sequence[Sequence[float]]) -> str:
 
 
 def chains_by_task(tuning: Tuning) -> str:
-    """Return tau and modelled speed-up of chains, per task and over all, as a table."""
+    """Return tau and modelled speedup of chains, per task and over all, as a table."""
     tasks: list[str | None] = [*_tasks(tuning), None]
     # a single task is the same as all
     if len(tasks) == 2:
         tasks = [None]
     budgets = [chain(length) for length in CHAINS]
-    lines = [f"{'tau, speed-up':22}" + "".join(f"{f'k = {length}':>13}" for length in CHAINS)]
+    lines = [f"{'tau, speedup':22}" + "".join(f"{f'k = {length}':>13}" for length in CHAINS)]
     for task in tasks:
         plain_speed = tuning.trial(NOT_DRAFTING, task=task).speed
         line = f"{(task or 'all')[:22]:22}"
@@ -412,7 +412,7 @@ def choice_by_task(tuning: Tuning, budget: Budget) -> str:
 
 
 def _heading(title: str) -> str:
-    return f"{title:44}{'tau':>8}{'break-even':>12}{'speed-up':>12}"
+    return f"{title:44}{'tau':>8}{'break-even':>12}{'speedup':>12}"
 
 
 def _line(name: str, tuning: Tuning, budget: Budget, task: str | None = None) -> str:
@@ -428,7 +428,7 @@ def _line(name: str, tuning: Tuning, budget: Budget, task: str | None = None) ->
 def verdict(tuning: Tuning, best: Trial) -> tuple[Budget, str]:
     """Return the budget to decode with, and the reason."""
     gain = best.speed / tuning.trial(NOT_DRAFTING).speed
-    reached = f"{name_budget(best.budget)}: tau {best.acceptance_length:.2f}, modelled speed-up {gain:.2f} x"
+    reached = f"{name_budget(best.budget)}: tau {best.acceptance_length:.2f}, modelled speedup {gain:.2f} x"
     if gain >= MARGIN:
         return best.budget, f"decode with {reached}"
     return NOT_DRAFTING, (
@@ -454,7 +454,7 @@ def policy_line(tuning: Tuning) -> str:
         draft_seconds=fmean(seconds),
     )
     gain = tokens / total / tuning.trial(NOT_DRAFTING).speed
-    return f"policy, chains of 0 to {longest.depth}: modelled speed-up {gain:.2f} x"
+    return f"policy, chains of 0 to {longest.depth}: modelled speedup {gain:.2f} x"
 
 
 def main(argv: list[str]) -> None:

@@ -344,7 +344,7 @@ def test_the_command_says_what_pays_and_writes_it(
     for words in (
         "does not pay on this machine",
         "break-even",
-        "policy, chains of 0 to 2: modelled speed-up",
+        "policy, chains of 0 to 2: modelled speedup",
     ):
         assert words in said
 
