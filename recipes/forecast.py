@@ -165,6 +165,7 @@ def forecast(
 
 def count_steps(train: TrainSection, num_examples: int) -> tuple[int, float]:
     """Return the steps of a run, and how often it reads the data: fewer than `epochs` if `max_steps` ends it."""
+    # a plan knows what is held out for validation
     plan = Plan([1] * max(num_examples, 1), train)
     return len(plan), len(plan) / plan.steps_an_epoch
 

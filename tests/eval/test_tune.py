@@ -363,7 +363,12 @@ def test_the_search_forecasts_and_counts_its_shapes(target: Target, loops: list[
     # four tokens cost more than four forwards, so that only the longest chain may pay
     costs = prices((1, 4.3, 4.4, 4.5), (0, 0, 0, 0))
     shapes = [chain(1), chain(2), chain(3), chain(8)]
-    tuning = Tuning(target, NgramDrafter(), loops, costs)
+    tuning = Tuning(
+        target,
+        NgramDrafter(),
+        loops,
+        costs,
+    )
     search(tuning, shapes, note=notes.append)
     left, tried = (re.search(r"[0-9]+", line) for line in notes)
     assert left is not None
@@ -375,7 +380,12 @@ def test_the_search_forecasts_and_counts_its_shapes(target: Target, loops: list[
 
 def test_rounds_of_the_search_halve_the_candidates() -> None:
     """The better half is tried on twice as many answers, until all answers are used."""
-    assert tune.plan_rounds(168, 32) == [(168, 4), (84, 8), (42, 16), (21, 32)]
+    assert tune.plan_rounds(168, 32) == [
+        (168, 4),
+        (84, 8),
+        (42, 16),
+        (21, 32),
+    ]
     assert tune.plan_rounds(5, 3) == [(5, 2), (5, 3)]
     assert tune.plan_rounds(5, 1) == [(5, 1)]
 
@@ -383,7 +393,11 @@ def test_rounds_of_the_search_halve_the_candidates() -> None:
 def test_few_trees_are_taken_from_all_sizes(tuned: list[str]) -> None:
     """`--trees` limits what is tried."""
     shapes = [chain(length) for length in range(1, 9)]
-    assert tune.spread(shapes, 3) == [chain(1), chain(3), chain(6)]
+    assert tune.spread(shapes, 3) == [
+        chain(1),
+        chain(3),
+        chain(6),
+    ]
     assert tune.spread(shapes[:1], 3) == [chain(1)]
     with pytest.raises(ValueError, match="--trees is -1, expected a number of tree shapes"):
         tune.main([*tuned, "--trees", "-1"])

@@ -123,8 +123,14 @@ def test_a_forecast_says_what_it_assumes_and_how_many_steps_there_are(
     recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Tokens are assumed until the data were tokenised, and counted from then on."""
-    words = [RECIPE, f"target.path={recipe.target.path}", f"data.train={recipe.data.train}"]
-    words += [f"data.cache={tmp_path / 'tokens'}", "train.batch_size=1", "train.epochs=4"]
+    words = [
+        RECIPE,
+        f"target.path={recipe.target.path}",
+        f"data.train={recipe.data.train}",
+        f"data.cache={tmp_path / 'tokens'}",
+        "train.batch_size=1",
+        "train.epochs=4",
+    ]
     module.main(words)
     # one of three conversations validates
     assumed = capsys.readouterr().out.splitlines()[-1]
