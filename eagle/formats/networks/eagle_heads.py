@@ -211,14 +211,12 @@ def _read_fc_bias(head: HeadFolder) -> Config:
         )
     if is_promised is None:
         state = "is there"
-        if is_there and not bool(head.load("fc.bias").any()):
+        if is_there and not head.load("fc.bias").any():
             # engines that expect a bias get one that does nothing
             state = "is there, all zeros as exports have it without fc_bias, and does nothing"
         if not is_there:
             state = "is not there, and a reader that expects one starts it at random"
-        head.notes.append(
-            f"no `bias` in config.json, which SafeAILab/EAGLE takes for true: fc.bias {state}"
-        )
+        head.notes.append(f"no `bias` in config.json, true for SafeAILab/EAGLE: fc.bias {state}")
     return {"fc_bias": is_there}
 
 
