@@ -287,7 +287,8 @@ def acceptance_by_rank(tuning: Tuning) -> list[list[float]]:
     """Return how often the target chooses each child, by depth and rank, along half of the answers."""
     wide = Budget.fixed(WIDE)
     cycles = []
-    for target_answer in tuning.answers[: max(len(tuning.answers) // 2, 8)]:
+    answers = tuning.answers[: max(len(tuning.answers) // 2, 8)]
+    for target_answer in progress(answers, "acceptance by rank", len(answers), unit="answers"):
         cycles += replay(tuning.target, tuning.drafter, target_answer, wide)
     return rates_by_rank(cycles)
 
@@ -497,6 +498,7 @@ def tune(args: argparse.Namespace) -> dict[str, Any]:
     drafter = (
         load_named(recipe, target, args.drafter) if args.drafter else load_drafter(head, target)
     )
+    print("the target answers, and forwards are timed; then a forecast of the search follows")
     answers = answer_prompts(recipe, target, drafter.taps, threads)
     if threads is not None:
         # for the last time: from here on all that is timed is compared
