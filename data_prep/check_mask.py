@@ -147,8 +147,9 @@ def expected_texts(
         return ()
     starts = possible_starts(prompt, printed, before)
     if CUT_OFF in turn:
-        # A truncated answer has no end mark.
-        return _from_starts(starts, [printed.removesuffix(tail)], tail)
+        # A truncated answer has no end mark. White space at its end is learned or not: both are right.
+        ends = [printed.removesuffix(tail)]
+        return (*_from_starts(starts, ends, tail), *_from_starts(starts, ends, ""))
     stops = stop_texts(tokenizer)
     marks = possible_marks(tail, following.partition(PLACEHOLDER)[2], stops)
     ends = [printed.removesuffix(tail[len(mark) :]) for mark in marks]

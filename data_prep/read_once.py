@@ -80,6 +80,19 @@ def open_cache(recipe: Recipe, *, strict: bool = False) -> TokenCache:
     return cache
 
 
+def counted_tokens(recipe: Recipe) -> int | None:
+    """Return the tokens of the recipe's data from its cache; None where they have not been tokenised."""
+    if not Path(recipe.data.train).exists():
+        return None
+    try:
+        folder = cache_folder(recipe, cache_identity(recipe))
+        manifest = folder / MANIFEST
+        return TokenCache(folder).tokens if manifest.is_file() else None
+    except (OSError, ValueError):
+        # a target that is not here has no tokenizer to compare
+        return None
+
+
 def name_first_drop(recipe: Recipe) -> None:
     """Tokenise up to the first record that would be dropped, which is an error that names it."""
     for _ in tokenize_each(recipe, load_tokenizer(recipe), Tally(), strict=True):

@@ -373,7 +373,7 @@ def figures(path: str | Path) -> dict[str, Any]:
 
 def _overall_lines(groups: Sequence[Group]) -> list[str]:
     """Return a table by temperature and drafter."""
-    speeds = {"speed-up": SPEED_UP}
+    speeds = {"speedup": SPEED_UP}
     # CPU seconds are of interest where wall time was disturbed
     disturbed = any(group.had_to_wait for group in groups)
     if disturbed and all(group.has_cpu_seconds for group in groups):
@@ -406,7 +406,7 @@ def _overall_lines(groups: Sequence[Group]) -> list[str]:
 
 def _batch_lines(groups: Sequence[Group]) -> list[str]:
     """Return a table by temperature and batch size."""
-    columns = ["T", "texts at a time", "drafter", "texts a step", "tokens/s", "speed-up"]
+    columns = ["T", "texts at a time", "drafter", "texts a step", "tokens/s", "speedup"]
     columns += ["in modelled time", "latency", "acceptance length τ", "output"]
     lines = [_row(columns), "|" + "---|" * len(columns)]
     for group in sorted(groups, key=lambda group: (group.temperature, group.batch_size)):

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from statistics import fmean
+from time import perf_counter
 from typing import Any
 
 from eagle.core.budget import Budget
@@ -24,7 +25,7 @@ from eagle.decoding.cycle_times import measure_costs
 from eagle.decoding.forward_costs import PENDING, Costs
 from eagle.device import ThreadsOfLongWork
 from eagle.formats.checkpoint import load_drafter, write_budget
-from eagle.log import JSON_HELP, json_alone, progress, script
+from eagle.log import JSON_HELP, describe_seconds, interrupted_by_user, json_alone, progress, script
 from eagle.recipe import Recipe
 from eagle.recipe.command_lines import command_line
 from eagle.target.target import Target
@@ -47,6 +48,10 @@ WIDE = best_tree(GUESS, 500, 6)
 TRIAL = Budget(8, 4, 3)
 # a smaller gain on paper may be none
 MARGIN = 1.03
+# of a round of the search, that go on to the next one at least
+MIN_LEFT = 8
+# whose replays are timed for the forecast
+TIMED = 8
 
 
 def chain(length: int) -> Budget:
@@ -71,6 +76,19 @@ def fixed(rates: Sequence[Sequence[float]]) -> list[Budget]:
     # several sizes and depths have the same best shape
     shapes = dict.fromkeys(trees)
     return [Budget.fixed(shape) for shape in shapes if shape]
+
+
+def list_candidates(
+    drafter: Drafter, rates: Sequence[Sequence[float]], num_trees: int | None
+) -> list[Budget]:
+    """Return the drafter's own budget, the chains, and all trees or at most `num_trees` of them."""
+    trees = [*dynamic(), *fixed(rates)]
+    if num_trees is not None:
+        trees = spread(trees, num_trees)
+    candidates = [*map(chain, CHAINS), *trees]
+    if drafter.budget is not None:
+        candidates.insert(0, drafter.budget)
+    return list(dict.fromkeys(candidates))
 
 
 @dataclass(frozen=True)
@@ -180,26 +198,97 @@ def search(
         note: Takes a sentence on how many of them are tried.
     """
     left = [NOT_DRAFTING, *filter(tuning.could_pay, candidates)]
-    num_dropped = len(candidates) + 1 - len(left)
-    note(f"{num_dropped} of {len(candidates)} shapes cost more than they could ever bring")
+    num_shapes = len(left) - 1
+    num_dropped = len(candidates) - num_shapes
+    if num_dropped:
+        note(
+            f"{num_dropped} of {len(candidates)} shapes are not tried: they would be slower than no draft even if "
+            "every level were accepted"
+        )
 
-    count = min(max(len(tuning.answers) // 8, 2), len(tuning.answers))
+    rounds = plan_rounds(len(left), len(tuning.answers))
+    if num_shapes:
+        note(forecast(tuning, left[1:], rounds))
     # all on a few answers, the better half on twice as many
-    while True:
-        bar = progress(left, f"{count} answers", len(left), unit="shapes")
+    for num_left, count in rounds:
+        left = left[:num_left]
+        bar = progress(left, f"tried on {count} answers", len(left), unit="candidates")
         trials = [tuning.trial(budget, count) for budget in bar]
         trials.sort(key=lambda trial: -trial.speed)
-        if count == len(tuning.answers):
-            return trials[0]
-        left = [trial.budget for trial in trials[: max(len(left) // 2, 8)]]
-        count = min(2 * count, len(tuning.answers))
+        left = [trial.budget for trial in trials]
+    return trials[0]
+
+
+def plan_rounds(num_candidates: int, num_answers: int) -> list[tuple[int, int]]:
+    """Return how many candidates each round of the search tries, and on how many answers."""
+    count = min(max(num_answers // 8, 2), num_answers)
+    rounds = [(num_candidates, count)]
+    while count < num_answers:
+        num_candidates = min(num_candidates, max(num_candidates // 2, MIN_LEFT))
+        count = min(2 * count, num_answers)
+        rounds.append((num_candidates, count))
+    return rounds
+
+
+def forecast(tuning: Tuning, shapes: Sequence[Budget], rounds: Sequence[tuple[int, int]]) -> str:
+    """Replay a few of the shapes, which the search needs anyway, and return about how long all rounds will take."""
+    count = rounds[0][1]
+    timed = spread(shapes, TIMED)
+    start = perf_counter()
+    for budget in timed:
+        tuning.trial(budget, count)
+    seconds = (perf_counter() - start) / (len(timed) * count)
+
+    num_replays = 0
+    num_replayed = 0
+    for num_left, num_answers in rounds:
+        # an answer is replayed once for each shape
+        num_replays += num_left * (num_answers - num_replayed)
+        num_replayed = num_answers
+    # the table of chains is of all answers
+    num_replays += len(CHAINS) * num_replayed
+    return (
+        f"{len(shapes)} shapes and no draft are tried: about {describe_seconds(seconds * num_replays)}; --trees, "
+        "eval.count and eval.max_new_tokens make it less, and Ctrl-C prints the best so far"
+    )
+
+
+def spread(shapes: Sequence[Budget], count: int) -> list[Budget]:
+    """Return at most `count` of the shapes, evenly from the first to the last."""
+    if count >= len(shapes):
+        return list(shapes)
+    return [shapes[i * len(shapes) // count] for i in range(count)]
+
+
+def best_so_far(tuning: Tuning) -> str:
+    """Return the fastest of the candidates that were replayed until now, for who stops the search."""
+    num_replayed = sorted(map(len, tuning.records.values()), reverse=True)
+    if not num_replayed or not num_replayed[0]:
+        return "no shape was tried yet, and nothing was written"
+    # on as many answers as enough candidates have in common
+    count = max(num_replayed[:MIN_LEFT][-1], 1)
+    tried = [budget for budget, cycles in tuning.records.items() if len(cycles) >= count]
+    best = max((tuning.trial(budget, count) for budget in tried), key=lambda trial: trial.speed)
+    gain = best.speed / tuning.trial(NOT_DRAFTING, count).speed
+    line = (
+        f"the fastest of {len(tried)} candidates on {count} of {len(tuning.answers)} answers is "
+        f"{name_budget(best.budget)}: tau {best.acceptance_length:.2f}, modelled speedup {gain:.2f} x. Nothing was "
+        "written"
+    )
+    if best.budget.nodes and best.budget.paths is None:
+        return (
+            f"{line}: use it with eval.nodes={best.budget.nodes} eval.depth={best.budget.depth} "
+            f"eval.top_k={best.budget.top_k}"
+        )
+    return line
 
 
 def acceptance_by_rank(tuning: Tuning) -> list[list[float]]:
     """Return how often the target chooses each child, by depth and rank, along half of the answers."""
     wide = Budget.fixed(WIDE)
     cycles = []
-    for target_answer in tuning.answers[: max(len(tuning.answers) // 2, 8)]:
+    answers = tuning.answers[: max(len(tuning.answers) // 2, 8)]
+    for target_answer in progress(answers, "acceptance by rank", len(answers), unit="answers"):
         cycles += replay(tuning.target, tuning.drafter, target_answer, wide)
     return rates_by_rank(cycles)
 
@@ -282,13 +371,13 @@ def by_rank(rates: Sequence[Sequence[float]]) -> str:
 
 
 def chains_by_task(tuning: Tuning) -> str:
-    """Return tau and modelled speed-up of chains, per task and over all, as a table."""
+    """Return tau and modelled speedup of chains, per task and over all, as a table."""
     tasks: list[str | None] = [*_tasks(tuning), None]
     # a single task is the same as all
     if len(tasks) == 2:
         tasks = [None]
     budgets = [chain(length) for length in CHAINS]
-    lines = [f"{'tau, speed-up':22}" + "".join(f"{f'k = {length}':>13}" for length in CHAINS)]
+    lines = [f"{'tau, speedup':22}" + "".join(f"{f'k = {length}':>13}" for length in CHAINS)]
     for task in tasks:
         plain_speed = tuning.trial(NOT_DRAFTING, task=task).speed
         line = f"{(task or 'all')[:22]:22}"
@@ -324,7 +413,7 @@ def choice_by_task(tuning: Tuning, budget: Budget) -> str:
 
 
 def _heading(title: str) -> str:
-    return f"{title:44}{'tau':>8}{'break-even':>12}{'speed-up':>12}"
+    return f"{title:44}{'tau':>8}{'break-even':>12}{'speedup':>12}"
 
 
 def _line(name: str, tuning: Tuning, budget: Budget, task: str | None = None) -> str:
@@ -340,7 +429,7 @@ def _line(name: str, tuning: Tuning, budget: Budget, task: str | None = None) ->
 def verdict(tuning: Tuning, best: Trial) -> tuple[Budget, str]:
     """Return the budget to decode with, and the reason."""
     gain = best.speed / tuning.trial(NOT_DRAFTING).speed
-    reached = f"{name_budget(best.budget)}: tau {best.acceptance_length:.2f}, modelled speed-up {gain:.2f} x"
+    reached = f"{name_budget(best.budget)}: tau {best.acceptance_length:.2f}, modelled speedup {gain:.2f} x"
     if gain >= MARGIN:
         return best.budget, f"decode with {reached}"
     return NOT_DRAFTING, (
@@ -366,7 +455,7 @@ def policy_line(tuning: Tuning) -> str:
         draft_seconds=fmean(seconds),
     )
     gain = tokens / total / tuning.trial(NOT_DRAFTING).speed
-    return f"policy, chains of 0 to {longest.depth}: modelled speed-up {gain:.2f} x"
+    return f"policy, chains of 0 to {longest.depth}: modelled speedup {gain:.2f} x"
 
 
 def main(argv: list[str]) -> None:
@@ -377,6 +466,12 @@ def main(argv: list[str]) -> None:
     )
     parser.add_argument(
         "--drafter", metavar="NAME", help="one of eval.drafters, instead of the recipe's head"
+    )
+    parser.add_argument(
+        "--trees",
+        type=int,
+        metavar="N",
+        help="try only N of the tree shapes, from all sizes, and all chains; 0 tries chains alone",
     )
     parser.add_argument(
         "--exhaustive", action="store_true", help="replay every candidate, and compare the choice"
@@ -397,10 +492,13 @@ def tune(args: argparse.Namespace) -> dict[str, Any]:
             f"--write is for the recipe's head: put the budget into eval.drafters.{args.drafter}.budget"
         )
 
+    if args.trees is not None and args.trees < 0:
+        raise ValueError(f"--trees is {args.trees}, expected a number of tree shapes, at least 0")
     threads = settle_threads(target)
     drafter = (
         load_named(recipe, target, args.drafter) if args.drafter else load_drafter(head, target)
     )
+    print("the target answers, and forwards are timed; then a forecast of the search follows")
     answers = answer_prompts(recipe, target, drafter.taps, threads)
     if threads is not None:
         # for the last time: from here on all that is timed is compared
@@ -408,13 +506,11 @@ def tune(args: argparse.Namespace) -> dict[str, Any]:
 
     tuning = Tuning(target, drafter, answers, time_forwards(target, drafter, answers))
     rates = acceptance_by_rank(tuning)
-    candidates = [*map(chain, CHAINS), *dynamic(), *fixed(rates)]
-    if drafter.budget is not None:
-        candidates.insert(0, drafter.budget)
-    candidates = list(dict.fromkeys(candidates))
-    best = search(tuning, candidates)
+    candidates = list_candidates(drafter, rates, args.trees)
+    with interrupted_by_user(lambda: best_so_far(tuning)):
+        best = search(tuning, candidates)
+        print(by_rank(rates), chains_by_task(tuning), ranking(tuning), sep="\n\n")
 
-    print(by_rank(rates), chains_by_task(tuning), ranking(tuning), sep="\n\n")
     chains = [tuning.trial(chain(length)) for length in CHAINS]
     fastest = max(chains, key=lambda trial: trial.speed)
     print(f"\nengines that serve chains: num_speculative_tokens = {fastest.budget.depth}")

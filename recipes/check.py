@@ -44,6 +44,7 @@ from recipes.forecast import (
     card_bytes,
     conversations_of,
     count_conversations,
+    count_steps,
     empty_head,
     forecast,
     parameters,
@@ -122,9 +123,11 @@ def check_target(recipe: Recipe, settings: Any, sample: Sample, count: int) -> N
         trained_per_second = time_training(recipe, head, target, batches)
     check_head(recipe, head, target, sample.examples[0], source=features.identity)
     tokens = round(count * sample.tokens / sample.conversations)
+    num_examples = round(count * len(sample.examples) / sample.conversations)
     say_whole_run(
         recipe,
         tokens,
+        num_examples,
         token_bytes(
             parts_of(tap_identity(roles)),
             recipe.features.dtype,
@@ -372,13 +375,17 @@ def check_decoding(target: Target, head: TrainableDrafter, example: Example) -> 
 def say_whole_run(
     recipe: Recipe,
     tokens: int,
+    num_examples: int,
     bytes_per_token: float,
     extract_seconds: float,
     epoch_seconds: float,
 ) -> None:
     """Print what the whole run needs; both times are for all tokens once."""
-    epochs = recipe.train.epochs
-    say(f"the whole run: {tokens:,} tokens, {epochs} epochs; one process of this machine needs")
+    steps, epochs = count_steps(recipe.train, num_examples)
+    say(
+        f"the whole run: {tokens:,} tokens, {epochs:.3g} epochs, about {steps:,} steps; one process of this machine "
+        "needs"
+    )
     if recipe.features.store:
         size = describe_bytes(tokens * bytes_per_token)
         disk = f"{size} of disk for the features, {bytes_per_token:,.0f} bytes a token"
@@ -386,7 +393,10 @@ def say_whole_run(
     else:
         # Without a store the target computes the features again in every epoch.
         epoch_seconds += extract_seconds
-    say(f"  {epochs * epoch_seconds / 3600:,.2f} h to train; divide by the number of processes")
+    seconds = epochs * epoch_seconds
+    say(
+        f"  {seconds / 3600:,.2f} h to train, {seconds / steps:.3g} s a step; divide by the number of processes"
+    )
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaConfig
 
 from data_prep.conversations import read_conversations
+from data_prep.read_once import counted_tokens
 from data_prep.tokens import read_options
 from eagle.core.drafter import TrainableDrafter
 from eagle.core.examples import MAX_PENDING
@@ -23,11 +24,12 @@ from eagle.data.stored_rows import parts_of, token_bytes
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.drafters.parts.decoder_block import head_shape
 from eagle.log import JSON_HELP, json_alone, script
-from eagle.recipe import DataSection, Recipe, TargetSection
+from eagle.recipe import DataSection, Recipe, TargetSection, TrainSection
 from eagle.recipe.command_lines import recipe_parser
 from eagle.shipped import RECIPES, STAGES
 from eagle.target.gguf import model_folder
 from eagle.target.weights.quantised import quantization_of, weight_bits
+from eagle.training.plan import Plan
 from recipes.footprint import EmptyRun, Footprint, empty_target_head
 from recipes.text_memory import TextMemory, count_in_words, table_of_states, text_memory
 
@@ -100,24 +102,41 @@ class Forecast:
     target: int  # bytes of the target's weights over all GPUs, during extraction
     extract_hours: float  # of one GPU
     train_hours: float  # of one GPU
+    conversations: int
+    steps: int  # of training
+    is_counted: bool  # whether the tokens were counted, not assumed
 
 
 def forecast(
-    recipe: Recipe, sizes: Sizes, conversations: int, cards: int = CARDS, tflops: float = TFLOPS
+    recipe: Recipe,
+    sizes: Sizes,
+    conversations: int,
+    cards: int = CARDS,
+    tflops: float = TFLOPS,
+    counted: int | None = None,
 ) -> Forecast:
-    """Return the memory, disk and time that a recipe needs."""
+    """Return the memory, disk and time that a recipe needs.
+
+    Args:
+        recipe: The recipe.
+        sizes: Those of its target.
+        conversations: How many its data hold.
+        cards: GPUs that share a step.
+        tflops: What a GPU computes in a second.
+        counted: The tokens of the data; by default `TOKENS` for each conversation.
+    """
     if recipe.joint is not None:
         raise ValueError(
             "no forecast is made of a target that trains with its heads: joint=null forecasts them alone"
         )
     settings = settings_of(recipe.drafter.model_dump(), "recipe")
     head = empty_head(settings, sizes.config)
-    epochs = recipe.train.epochs
     max_length = recipe.data.max_length
     is_stored = recipe.features.store is not None
 
     num_conversations = min(conversations, recipe.data.limit or conversations)
-    tokens = num_conversations * min(TOKENS, max_length)
+    tokens = counted or num_conversations * min(TOKENS, max_length)
+    steps, epochs = count_steps(recipe.train, num_conversations)
     tensors = parts_of(tap_identity(roles_of(settings, sizes.config)))
     bytes_per_token = round(
         token_bytes(tensors, recipe.features.dtype, sizes.hidden_size, SUPERVISED)
@@ -138,7 +157,17 @@ def forecast(
         target=target_bytes(sizes),
         extract_hours=extract_flops / flops_per_hour,
         train_hours=train_flops / flops_per_hour,
+        conversations=num_conversations,
+        steps=steps,
+        is_counted=counted is not None,
     )
+
+
+def count_steps(train: TrainSection, num_examples: int) -> tuple[int, float]:
+    """Return the steps of a run, and how often it reads the data: fewer than `epochs` if `max_steps` ends it."""
+    # a plan knows what is held out for validation
+    plan = Plan([1] * max(num_examples, 1), train)
+    return len(plan), len(plan) / plan.steps_an_epoch
 
 
 def empty_head(settings: Any, config: Any) -> TrainableDrafter:
@@ -365,6 +394,21 @@ def table(rows: dict[str, Forecast]) -> str:
     return "\n".join(lines)
 
 
+def describe_assumptions(runs: dict[str, Forecast]) -> str:
+    """Return a line for each run: how its tokens were counted, and its training steps."""
+    lines = []
+    for name, run in runs.items():
+        counted = "as counted when they were tokenised"
+        if not run.is_counted:
+            each = run.tokens // max(run.conversations, 1)
+            counted = f"assuming {each:,} for each, as in ShareGPT: your own may be shorter"
+        lines.append(
+            f"`{name}`: {run.tokens:,} tokens in {run.conversations:,} conversations, {counted}; "
+            f"about {run.steps:,} training steps"
+        )
+    return "\n".join(lines)
+
+
 def forecasts_of(
     words: list[str], cards: int = CARDS, tflops: float = TFLOPS, conversations: int | None = None
 ) -> tuple[dict[str, Forecast], dict[str, TextMemory]]:
@@ -377,7 +421,10 @@ def forecasts_of(
         recipe = Recipe.load(path, overrides)
         sizes = sizes_of_target(recipe.target)
         count = conversations or conversations_of(recipe)
-        forecasts[path] = forecast(recipe, sizes, count, cards, tflops=tflops)
+        counted = None if conversations else counted_tokens(recipe)
+        forecasts[path] = forecast(
+            recipe, sizes, count, cards=cards, tflops=tflops, counted=counted
+        )
         if sizes.text:
             states[recipe.target.path] = sizes.text
     return forecasts, states
@@ -428,6 +475,8 @@ def main(argv: list[str]) -> None:
     with json_alone(args.json) as write_json:
         runs, states = forecasts_of(args.words, args.processes, args.tflops, args.conversations)
         print(tables_of(runs, states))
+        if any("=" not in word for word in args.words):
+            print(f"\n{describe_assumptions(runs)}")
         # bytes and hours as they are, which the tables round
         values = {"runs": runs, "states": states}
         if not args.words:

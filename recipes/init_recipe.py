@@ -29,6 +29,7 @@ from recipes.suggestions import (
 )
 
 HELD_OUT = 100  # conversations, at most, and at most one in twenty
+SHORT_RUN = "in runs of about 200 steps, 3 to 5 times as much"
 SERVER = "http://localhost:8000/v1"  # where vLLM and SGLang listen by default
 
 
@@ -159,7 +160,7 @@ drafter:
   out: {folder}/{kind}
   epochs: {suggest_epochs(tokens)}
   batch_size: {suggest_batch(conversations)}
-  lr: {rate}  # {published} at a width of {PUBLISHED_WIDTH:,}, here {width:,}
+  lr: {rate}  # {published} at a width of {PUBLISHED_WIDTH:,}, here {width:,}; {SHORT_RUN}
   schedule: cosine
   warmup: 0.03
 eval:

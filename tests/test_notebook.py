@@ -129,7 +129,7 @@ def test_results_are_a_table(tmp_path: Path) -> None:
     rows = Shown(read_results(path)._repr_html_()).rows
     # 2.00 tokens a cycle and twice the speed, by hand
     head, none, drafter = rows
-    assert head == ["T", "drafter", "answers", "τ", "tokens/s", "speed-up", "identical"]
+    assert head == ["T", "drafter", "answers", "τ", "tokens/s", "speedup", "identical"]
     assert none[:3] == ["0", "none", "2"]
     assert none[5] == "1.00 ×"
     assert drafter[:3] == ["0", "<b>head</b>", "2"]

@@ -23,8 +23,10 @@ from eagle.doctor.agreement import Agreement, TargetProbs, measure
 from eagle.doctor.probes import Probe, list_missing, list_probes, list_removals
 from eagle.doctor.server import read_server
 from eagle.doctor.texts import (
+    ENOUGH_TOKENS,
     answer_prompts,
     count_chains,
+    limit_prompts,
     read_prompts,
     render_prompts,
     select_texts,
@@ -45,7 +47,7 @@ from eagle.formats.reading.foreign import Finding, inspect, read_head
 from eagle.formats.reading.head_folder import EMBEDDING
 from eagle.formats.reading.recognise import read_folder
 from eagle.formats.reading.target_files import count_differing_rows
-from eagle.log import progress
+from eagle.log import describe_seconds, progress
 from eagle.recipe.plain_yaml import parse_yaml
 from eagle.target.target import Target
 from eagle.training.reached import describe_reached, would_gain
@@ -60,7 +62,11 @@ ROUNDS = 3  # two faults at once are both named; the third round says that there
 
 
 def examine(
-    folder: str | Path, target_path: str, prompts: str | None = None, server: str | None = None
+    folder: str | Path,
+    target_path: str,
+    prompts: str | None = None,
+    server: str | None = None,
+    tokens: int | None = None,
 ) -> Diagnosis:
     """Read a head of any layout, let the target answer some prompts, and diagnose the head on the answers.
 
@@ -69,10 +75,15 @@ def examine(
         target_path: The model that it drafts for.
         prompts: A JSONL file; the built-in prompts if it is None.
         server: The address of an engine whose acceptance is compared.
+        tokens: Tokens that the target answers with in all, 5,760 by default. Fewer make an examination shorter and
+            less sure.
+
+    Raises:
+        ValueError: The head, its target or the prompts cannot be read.
     """
     # what may be refused is read first, as an examination takes minutes
     counts = read_server(server) if server else None
-    questions = read_prompts(prompts)
+    questions, enough = limit_prompts(read_prompts(prompts), tokens)
     head, refusal = open_head(folder, target_path)
     if refusal:
         return refusal
@@ -81,11 +92,15 @@ def examine(
     head = head.to(target.device)
     template_kwargs = read_template_kwargs(folder)
     prompt_tokens = render_prompts(target, questions, **template_kwargs)
-    texts = answer_prompts(target, prompt_tokens)
+    texts = answer_prompts(
+        target,
+        prompt_tokens,
+        enough=enough,
+        after_first=lambda *first: forecast(head, target, *first),
+    )
     fatal = [finding for finding in findings if finding.fatal]
     provenance = _read_provenance(folder)
-    tokens = provenance.get("tokens")
-    trained = (head.settings.kind, tokens if type(tokens) is int else 0, head)
+    trained = (head.settings.kind, _count_trained(provenance), head)
     diagnosis = diagnose(
         head,
         target,
@@ -98,7 +113,12 @@ def examine(
     notes = [describe_prompts(len(questions), prompts)]
     notes += [str(finding) for finding in findings]
     notes += try_templates(
-        head, target, questions, trained=template_kwargs, figures=diagnosis.figures
+        head,
+        target,
+        questions,
+        trained=template_kwargs,
+        figures=diagnosis.figures,
+        enough=enough,
     )
     rates, source = _read_expected(provenance)
     if rates:
@@ -262,17 +282,46 @@ def measure_timed(wiring: Wiring, target: Target, texts: Batch) -> Agreement:
     """Return the head's agreement; print a forecast of how long its examination takes."""
     start = perf_counter()
     figures = measure(wiring, texts, target.head)
-    seconds = perf_counter() - start
     count = len(list_probes(wiring, target))
-    # of all answers: each probe reads a glance, the likely ones the choosing third, the candidates the rest
-    rounds = count / (CHOOSING * GLANCE) + min(count, LIKELY) / CHOOSING + CANDIDATES
+    seconds = count_passes(count) * (perf_counter() - start)
     what = f"{count} single changes on {len(texts.lengths)} answers"
     print(
-        f"{what}: about {rounds * seconds:.0f} s, and as much again for each fault",
+        f"{what}: about {describe_seconds(seconds)}, and as much again for each fault",
         file=sys.stderr,
         flush=True,
     )
     return figures
+
+
+def count_passes(num_probes: int) -> float:
+    """Return how often all answers are read in a search without faults, as a number of whole passes."""
+    # each probe reads a glance, the likely ones the choosing third, the candidates the rest
+    return num_probes / (CHOOSING * GLANCE) + min(num_probes, LIKELY) / CHOOSING + CANDIDATES
+
+
+def forecast(head: Any, target: Target, first: Batch, seconds: float, num_rounds: int) -> None:
+    """Print about how long an examination takes, after the first round of answers.
+
+    Args:
+        head: The head that is examined.
+        target: The model that answers.
+        first: The answers of the first round.
+        seconds: What the round took.
+        num_rounds: The rounds of answers that there will be.
+    """
+    wiring = Wiring(head.eval(), target.head, levels=count_levels(head))
+    wiring = replace(wiring, recurrent=wiring.reads_drafts(select_texts(first, 0, 1)))
+    start = perf_counter()
+    measure(wiring, first, target.head)
+    a_pass = (perf_counter() - start) * num_rounds
+    searching = a_pass * count_passes(len(list_probes(wiring, target)))
+    print(
+        f"about {describe_seconds(num_rounds * seconds + searching)} in all: {describe_seconds(num_rounds * seconds)} "
+        f"until the target has answered, {describe_seconds(searching)} for the changes, and as much again for each "
+        "fault; --tokens makes it shorter",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def search_changes(wiring: Wiring, target: Target, texts: Batch) -> list[Effect]:
@@ -327,7 +376,12 @@ def weigh_findings(
 
 
 def try_templates(
-    head: Any, target: Target, questions: Sequence[str], trained: dict[str, Any], figures: Agreement
+    head: Any,
+    target: Target,
+    questions: Sequence[str],
+    trained: dict[str, Any],
+    figures: Agreement,
+    enough: int = ENOUGH_TOKENS,
 ) -> list[str]:
     """Return notes on the acceptance length if a server renders the prompts with other chat template arguments.
 
@@ -343,7 +397,7 @@ def try_templates(
         prompts = render_prompts(target, questions, **template_kwargs)
         # a template may ignore an argument
         if prompts != usual:
-            texts = answer_prompts(target, prompts)
+            texts = answer_prompts(target, prompts, enough=enough)
             after = measure(Wiring(head, target.head, levels=len(figures.hits)), texts, target.head)
             notes.append(
                 f"prompts rendered with {json.dumps(template_kwargs)} instead of {json.dumps(trained)}: τ "
@@ -419,6 +473,12 @@ def read_template_kwargs(folder: str | Path) -> dict[str, Any]:
 def _read_provenance(folder: str | Path) -> dict[str, Any]:
     is_there = (Path(folder) / "provenance.json").is_file()
     return read_json(folder_at(folder), "provenance.json") if is_there else {}
+
+
+def _count_trained(provenance: dict[str, Any]) -> int:
+    """Return the supervised tokens of the head's training, 0 if its folder does not tell."""
+    tokens = provenance.get("tokens")
+    return tokens if type(tokens) is int else 0
 
 
 def _read_expected(provenance: dict[str, Any]) -> tuple[list[float], str]:

@@ -5,8 +5,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from math import ceil
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -73,6 +75,16 @@ def read_prompts(file: str | None) -> list[str]:
     return prompts
 
 
+def limit_prompts(prompts: list[str], tokens: int | None) -> tuple[list[str], int]:
+    """Return the prompts to ask and the tokens that are enough; without a number of tokens, all and the usual ones."""
+    if tokens is None:
+        return prompts, ENOUGH_TOKENS
+    if tokens < 1:
+        raise ValueError(f"tokens is {tokens}, expected at least 1")
+    # a round asks all of them: with few tokens only the first ones are asked
+    return prompts[: max(tokens // NEW_TOKENS, 1)], tokens
+
+
 def _first_turn(record: Any) -> str | None:
     """Return the text of the first user turn of a record, or None.
 
@@ -112,6 +124,7 @@ def answer_prompts(
     new_tokens: int = NEW_TOKENS,
     temperatures: Sequence[float] = TEMPERATURES,
     enough: int = ENOUGH_TOKENS,
+    after_first: Callable[[Batch, float, int], None] | None = None,
 ) -> Batch:
     """Return the target's answers with its states of all layers: one sequence for every prompt and temperature.
 
@@ -124,6 +137,7 @@ def answer_prompts(
         new_tokens: Tokens of an answer, at most.
         temperatures: Of a round of answers to all prompts each.
         enough: Tokens of all answers, after which no further round begins.
+        after_first: Takes the answers of the first round, its seconds, and how many rounds there will be.
     """
     rounds: list[list[Example]] = [[] for _ in prompts]
     total = 0
@@ -133,6 +147,7 @@ def answer_prompts(
     ):
         if total >= enough:
             break
+        start = perf_counter()
         # each answer is sampled with a noise of its own
         samplings = [Sampling(temperature, request=requests + i) for i in range(len(prompts))]
         requests += len(prompts)
@@ -151,8 +166,17 @@ def answer_prompts(
             # a slot is two positions before the token that it drafts, so an answer needs a token from the third on
             if mask[2:].any():
                 answers.append(Example(tokens, mask, read_states(target, tokens)))
+        is_first = requests == len(prompts)
+        if after_first is not None and is_first and any(rounds):
+            num_rounds = min(len(temperatures), ceil(enough / total))
+            after_first(_batch_of(rounds, target), perf_counter() - start, num_rounds)
     target.forget()
-    examples = []
+    return _batch_of(rounds, target)
+
+
+def _batch_of(rounds: Sequence[Sequence[Example]], target: Target) -> Batch:
+    """Return the answers to all prompts, every third prompt first."""
+    examples: list[Example] = []
     for answers in [*rounds[0::3], *rounds[1::3], *rounds[2::3]]:
         examples += answers
     return collate(examples, every_tap(target)).to(target.device)

@@ -55,7 +55,8 @@ class DataSection(Section):
     split: str = "train"  # the split of a hub dataset
     # the commit of a hub dataset; if pinned, a change of the data is noticed
     revision: str | None = None
-    limit: int | None = Field(None, ge=1)  # use only the first conversations, this many
+    # use only the first conversations, this many; of regenerate.source, too
+    limit: int | None = Field(None, ge=1)
     # go on with what can be read of files that are damaged beyond a few lines
     allow_broken: bool = False
     # the folder of the images that records name; null: records with images are dropped

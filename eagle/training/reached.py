@@ -84,17 +84,17 @@ def describe_reached(kind: str, tokens: int, head: Module, path: Path = CURVES) 
     per_weight = tokens / weights
     first = curve.per_weight[0]
     last = curve.per_weight[-1]
-    source = f"in this project's measurements on a tiny target ({path.name})"
+    source = f"This project measured {kind} heads on a tiny target ({path.name})."
     counted = f"{tokens:,} supervised tokens"
     if per_weight < first:
         return (
-            f"{counted} are few: {kind} was measured {source} with {_round(first * weights)} to "
-            f"{_round(last * weights)} tokens, counted for a head of this size ({weights:,} weights): {MORE}"
+            f"{counted} are few for a head of {weights:,} weights. {source} Scaled to this size, their training had "
+            f"{_round(first * weights)} to {_round(last * weights)} tokens. Advice: {MORE}"
         )
     if per_weight >= last:
         return (
-            f"{counted} are as many as {kind} was measured with {source}, or more: {_round(last * weights)}, counted "
-            f"for a head of this size ({weights:,} weights)"
+            f"{counted} are many for a head of {weights:,} weights. {source} Scaled to this size, their longest "
+            f"training had {_round(last * weights)} tokens"
         )
     # a point further up the curve, and the gain of each doubling of the tokens up to it
     later = min(last, per_weight * 2**DOUBLINGS)
@@ -104,9 +104,9 @@ def describe_reached(kind: str, tokens: int, head: Module, path: Path = CURVES) 
     slope = (accepted_later - accepted) / log2(later / per_weight)
     advice = MORE if slope > MIN_GAIN * accepted else "more tokens bring little"
     return (
-        f"{counted} for {weights:,} weights: {source}, {kind} had {accepted / accepted_later:.0%} of the accepted "
-        f"drafts that it had with {later / per_weight:.3g} times as many; a doubling brought {slope:+.2f} accepted "
-        f"tokens: {advice}"
+        f"{counted} trained a head of {weights:,} weights. {source} With as many tokens per weight, such a head had "
+        f"{accepted / accepted_later:.0%} of the accepted draft tokens that it had with {later / per_weight:.3g} times "
+        f"as many. Each doubling brought {slope:+.2f} accepted tokens. Advice: {advice}"
     )
 
 

@@ -480,7 +480,7 @@ def _mean_cycle_seconds(recorded: Iterable[Cycle]) -> float:
 
 
 def predict_speed_up(group: Group, even: float | None) -> float | None:
-    """Return the modelled speed-up where there are bare costs, else τ over break-even."""
+    """Return the modelled speedup where there are bare costs, else τ over break-even."""
     if group.is_modelled:
         return group.estimate(MODELLED_SPEED_UP).value
     if not even:

@@ -271,7 +271,7 @@ def show_groups(groups: Sequence[Group]) -> Html:
                 group.identical,
             )
         )
-    return table(rows, ("T", "drafter", "answers", "τ", "tokens/s", "speed-up", "identical"))
+    return table(rows, ("T", "drafter", "answers", "τ", "tokens/s", "speedup", "identical"))
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,7 @@ STAGES = [
 def outcome(results: Results) -> Table:
     """Return a table of acceptance length, speed and speedup of each drafter at each temperature."""
     table = Table()
-    for name in ("T", "drafter", "tokens per pass (τ)", "tokens/s", "speed-up"):
+    for name in ("T", "drafter", "tokens per pass (τ)", "tokens/s", "speedup"):
         table.add_column(name, justify="left" if name == "drafter" else "right")
     for group in results.groups():
         # Plain decoding is what others are compared with.

@@ -167,7 +167,7 @@ def outcome(runs: dict[str, str]) -> Table:
     table = Table()
     table.add_column("head")
     # in two lines, so that the table fits a terminal of 80 columns
-    titles = ("training\ntokens", "tokens per\npass (τ)", "speed-up", "same\nanswers")
+    titles = ("training\ntokens", "tokens per\npass (τ)", "speedup", "same\nanswers")
     for title in titles:
         table.add_column(title, justify="right", no_wrap=True)
     # plain decoding is what heads are compared with

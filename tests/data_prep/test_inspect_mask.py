@@ -91,6 +91,26 @@ def test_planted_faults_are_caught(
     assert faults(TALK, wrong, tokenizer, section())
 
 
+@pytest.mark.parametrize("end", ["\n   ", " ", "\n\n"])
+@pytest.mark.parametrize("name", ["chatml", "trims", "vicuna", "no mark", *TRAILING])
+def test_a_truncated_answer_may_end_in_white_space(
+    using: Callable[[str], Any], name: str, end: str
+) -> None:
+    """White space where `max_new_tokens` cut an answer is no fault, but a lost last word still is."""
+    tokenizer = using(name)
+    conversation = chat("Who?", f"It is one of them.{end}")
+    conversation.messages[1]["finish_reason"] = "length"
+    (example,) = examples_of(conversation, tokenizer, section(), Tally())
+    assert faults(conversation, [example], tokenizer, section()) == []
+
+    # the mask without its last tokens, up to the last word
+    mask = example.loss_mask.clone()
+    start = int(mask.nonzero()[0])
+    while "them" in tokenizer.decode(example.tokens[start:][mask[start:]]):
+        mask = drop_last_of_runs(mask)
+    assert faults(conversation, [Example(example.tokens, mask)], tokenizer, section())
+
+
 @pytest.mark.parametrize("name", TRAILING)
 def test_what_the_template_prints_after_the_end_mark_is_a_fault(
     using: Callable[[str], Any], name: str

@@ -17,7 +17,7 @@ from eagle import Target
 from eagle.core.examples import Batch
 from eagle.core.tree import chain_paths
 from eagle.doctor.agreement import Agreement, chain_length, measure
-from eagle.doctor.examine import describe_prompts, diagnose
+from eagle.doctor.examine import describe_prompts, diagnose, forecast
 from eagle.doctor.probes import Probe, list_probes
 from eagle.doctor.texts import answer_prompts, every_tap, read_states, split_texts
 from eagle.doctor.verdict import Diagnosis, Effect, Gain, decide
@@ -325,6 +325,28 @@ def test_answers_end_once_there_are_enough(target: Target) -> None:
     first, second, *_ = answer_prompts(target, prompts, 10, (1.0, 1.0)).tokens.split(16)
     assert first[:6].equal(second[:6])
     assert not first.equal(second)
+
+
+def test_the_forecast_comes_after_the_first_round(
+    heads: dict[str, Any], target: Target, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is told once, with the rounds that are needed for enough tokens."""
+    prompts = [random_tokens(6, seed) for seed in range(2)]
+    told: list[tuple[Batch, float, int]] = []
+    texts = answer_prompts(
+        target,
+        prompts,
+        10,
+        (0.0, 1.0, 1.0, 1.0),
+        enough=35,
+        after_first=lambda *first: told.append(first),
+    )
+    ((first, _, num_rounds),) = told
+    assert len(first.lengths) * num_rounds == len(texts.lengths)
+    forecast(heads["eagle1"], target, first, seconds=60.0, num_rounds=num_rounds)
+    said = capsys.readouterr().err
+    assert "in all: 0:02:00 until the target has answered" in said
+    assert "--tokens makes it shorter" in said
 
 
 @pytest.mark.slow

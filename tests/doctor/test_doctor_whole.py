@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from eagle import Target
 from eagle.__main__ import main
+from eagle.command.ship import run_doctor
 from eagle.core.budget import Budget
 from eagle.decoding.decode import generate
 from eagle.doctor import ServerCounts, examine, read_server
@@ -22,9 +24,14 @@ from eagle.doctor.agreement import measure
 from eagle.doctor.examine import try_templates
 from eagle.doctor.texts import NEW_TOKENS, answer_prompts, read_prompts, render_prompts
 from eagle.doctor.wiring import Wiring
-from eagle.formats.checkpoint import load_head
+from eagle.drafters.recurrent.eagle1 import Eagle1
+from eagle.formats.checkpoint import load_head, save_head
 from eagle.formats.export import export
+from eagle.recipe import Recipe
 from tests import foreign_heads
+
+# an untrained head of the suite's tiny target
+from tests.drafters.recurrent.test_eagle1 import head as head
 
 TINY = Path(__file__).parents[2] / "runs/tiny"
 HEAD = TINY / "eagle3-full/head"
@@ -184,6 +191,38 @@ def test_arguments_of_the_template_are_tried(target: Target) -> None:
     (note,) = try_templates(head, target, questions, {}, figures)
     assert 'rendered with {"enable_thinking": false} instead of {}' in note
     assert f"τ {figures.greedy_tau:.3f} becomes" in note
+
+
+@pytest.mark.slow
+def test_few_tokens_make_an_examination_short_and_it_says_how_long_it_takes(
+    recipe: Recipe,
+    head: Eagle1,
+    tiny_target_dir: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The forecast comes after the first round of answers, before all that is long."""
+    folder = tmp_path / "head"
+    save_head(folder, head, recipe.dump(), {})
+    diagnosis = examine(folder, str(tiny_target_dir / "target"), tokens=2 * NEW_TOKENS)
+    assert "own 2 prompts" in str(diagnosis)
+    said = capsys.readouterr().err
+    forecast = re.search(r"about [0-9:]+ in all: [0-9:]+ until the target has answered", said)
+    assert forecast is not None
+    assert forecast.start() < said.index("the target's answers: ") < said.index("single changes on")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--tokens", "0"], "tokens is 0, expected at least 1"),
+        (["--tokens", "9", "--base", "-"], "--tokens is for an examination without --base"),
+    ],
+)
+def test_numbers_of_tokens_that_make_no_sense_are_refused(options: list[str], message: str) -> None:
+    """Before anything is loaded."""
+    with pytest.raises(ValueError, match=message):
+        run_doctor(["no/head", "--target", "no/target", *options])
 
 
 # -- prompts and servers ----------------------------------------------------------------------------------------------

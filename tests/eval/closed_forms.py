@@ -24,7 +24,7 @@ def overlap(p: Tensor, q: Tensor, lenience: float = 1.0) -> float:
 
 
 def speed_up(alpha: float, gamma: int, cost: float) -> float:
-    """Speed-up where one draft step costs `cost` target forwards, and verifying more tokens costs nothing."""
+    """Speedup where one draft step costs `cost` target forwards, and verifying more tokens costs nothing."""
     return expected_tokens(alpha, gamma) / (gamma * cost + 1)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import count, product
@@ -343,7 +344,7 @@ def test_the_command_says_what_pays_and_writes_it(
     for words in (
         "does not pay on this machine",
         "break-even",
-        "policy, chains of 0 to 2: modelled speed-up",
+        "policy, chains of 0 to 2: modelled speedup",
     ):
         assert words in said
 
@@ -354,6 +355,103 @@ def test_the_command_says_what_pays_and_writes_it(
     assert share is not None
     assert float(share[1]) > 100 / tune.MARGIN
     assert load_drafter(folder, tiny_target).budget == NOT_DRAFTING
+
+
+def test_the_search_forecasts_and_counts_its_shapes(target: Target, loops: list[Answer]) -> None:
+    """What is tried and what is not are all shapes, and the time that it takes is told before."""
+    notes: list[str] = []
+    # four tokens cost more than four forwards, so that only the longest chain may pay
+    costs = prices((1, 4.3, 4.4, 4.5), (0, 0, 0, 0))
+    shapes = [chain(1), chain(2), chain(3), chain(8)]
+    tuning = Tuning(
+        target,
+        NgramDrafter(),
+        loops,
+        costs,
+    )
+    search(tuning, shapes, note=notes.append)
+    left, tried = (re.search(r"[0-9]+", line) for line in notes)
+    assert left is not None
+    assert tried is not None
+    assert int(left[0]) + int(tried[0]) == len(shapes)
+    assert notes[0].startswith(f"{left[0]} of {len(shapes)} shapes are not tried")
+    assert re.search(r"are tried: about [0-9]:[0-9]{2}:[0-9]{2}; --trees", notes[1])
+
+
+def test_rounds_of_the_search_halve_the_candidates() -> None:
+    """The better half is tried on twice as many answers, until all answers are used."""
+    assert tune.plan_rounds(168, 32) == [
+        (168, 4),
+        (84, 8),
+        (42, 16),
+        (21, 32),
+    ]
+    assert tune.plan_rounds(5, 3) == [(5, 2), (5, 3)]
+    assert tune.plan_rounds(5, 1) == [(5, 1)]
+
+
+def test_few_trees_are_taken_from_all_sizes(tuned: list[str]) -> None:
+    """`--trees` limits what is tried."""
+    shapes = [chain(length) for length in range(1, 9)]
+    assert tune.spread(shapes, 3) == [
+        chain(1),
+        chain(3),
+        chain(6),
+    ]
+    assert tune.spread(shapes[:1], 3) == [chain(1)]
+    with pytest.raises(ValueError, match="--trees is -1, expected a number of tree shapes"):
+        tune.main([*tuned, "--trees", "-1"])
+
+
+def test_the_best_so_far_is_of_what_was_tried(target: Target, loops: list[Answer]) -> None:
+    """It tells how to use it, and that nothing was written."""
+    tuning = Tuning(target, NgramDrafter(), loops, FREE)
+    assert tune.best_so_far(tuning) == "no shape was tried yet, and nothing was written"
+    tuning.trial(chain(1), 2)
+    tuning.trial(chain(3), 2)
+    said = tune.best_so_far(tuning)
+    assert said.startswith("the fastest of 2 candidates on 2 of 3 answers is chain of 3: tau ")
+    assert said.endswith("Nothing was written: use it with eval.nodes=3 eval.depth=3 eval.top_k=1")
+
+
+def test_ctrl_c_prints_the_best_so_far_and_writes_nothing(
+    tuned: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    few_candidates: None,
+) -> None:
+    """Minutes of replays are not lost, and the head keeps its config; without trees only chains are tried."""
+    before = (tmp_path / "run/head/config.json").read_text()
+    replay_answer = tune.Tuning._replay_answer
+    replayed = count()
+    tried: list[Budget] = []
+
+    def record(_: Tuning, budget: Budget) -> bool:
+        tried.append(budget)
+        return True
+
+    # in the first round, after no draft and one chain were tried
+    def stop(tuning: Tuning, target_answer: Answer, budget: Budget) -> Cycles:
+        if next(replayed) == 3:
+            raise KeyboardInterrupt
+        return replay_answer(tuning, target_answer, budget)
+
+    monkeypatch.setattr(tune.Tuning, "could_pay", record)
+    monkeypatch.setattr(tune.Tuning, "_replay_answer", stop)
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(SystemExit) as stopped:
+            tune.main([*tuned, "--write", "--trees", "0"])
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+    assert tried == [chain(1), chain(2)]
+    assert stopped.value.code == 130
+    said = capsys.readouterr().err
+    assert "stopped; the fastest of " in said
+    assert "Nothing was written" in said
+    assert (tmp_path / "run/head/config.json").read_text() == before
 
 
 def test_a_drafter_without_weights_is_tuned(

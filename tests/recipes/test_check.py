@@ -100,9 +100,11 @@ def test_every_stage_runs_and_nothing_is_left(say: Callable[..., str], tmp_path:
 
 
 def test_an_engine_that_cannot_serve_the_head_is_named(say: Callable[..., str]) -> None:
-    """The check says before training that an engine has no bias for `fc`."""
+    """The check says before training that an engine has no bias for `fc`; and the steps, for a budget of time."""
     # vLLM has an `fc` without a bias
-    said = say("drafter.fc_bias=true")
+    said = say("drafter.fc_bias=true", "train.max_steps=7")
+    assert re.search("epochs, about 7 steps; one process of this machine needs", said)
+    assert re.search("h to train, [0-9.e-]+ s a step; divide by", said)
     assert "vllm" not in find_ready_engines(said)
     assert re.search(r"not for [^:]*\bvllm\b[^:]*: .*fc", said)
 

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
+from data_prep.read_once import read_examples
 from eagle.core.drafter import TargetHead
 from eagle.core.examples import Example, collate
 from eagle.data.features import taps_of
@@ -36,6 +37,7 @@ from recipes.forecast import (
 )
 from recipes.text_memory import TextMemory, table_of_states
 from tests.registry import BY_DEFAULT
+from tests.trained import RECIPE
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT.parent / "shared/data/configs"
@@ -115,6 +117,42 @@ def test_overrides_change_a_recipe_that_is_forecast() -> None:
     assert f"| `{path}` |" in row
     assert "| none |" in row
     assert "| none |" not in tables_of(*forecasts_of([path]))
+
+
+def test_a_forecast_says_what_it_assumes_and_how_many_steps_there_are(
+    recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Tokens are assumed until the data were tokenised, and counted from then on."""
+    words = [
+        RECIPE,
+        f"target.path={recipe.target.path}",
+        f"data.train={recipe.data.train}",
+        f"data.cache={tmp_path / 'tokens'}",
+        "train.batch_size=1",
+        "train.epochs=4",
+    ]
+    module.main(words)
+    # one of three conversations validates
+    assumed = capsys.readouterr().out.splitlines()[-1]
+    assert "in 3 conversations, assuming " in assumed
+    assert "for each, as in ShareGPT: your own may be shorter; about 8 training steps" in assumed
+
+    tokens = read_examples(Recipe.load(words[0], words[1:])).tokens
+    capsys.readouterr()
+    module.main([*words, "train.max_steps=5"])
+    counted = capsys.readouterr().out.splitlines()[-1]
+    assert f": {tokens:,} tokens in 3 conversations, as counted when they were" in counted
+    assert "about 5 training steps" in counted
+
+
+def test_a_run_that_max_steps_ends_takes_less_time() -> None:
+    """It reads the data as often as its steps do."""
+    recipe = Recipe.load(VICUNA)
+    sizes = sizes_of(recipe.target.path)
+    whole = forecast(recipe, sizes, 1000)
+    train = recipe.train.model_copy(update={"max_steps": whole.steps // 2})
+    half = forecast(recipe.model_copy(update={"train": train}), sizes, 1000)
+    assert half.train_hours == pytest.approx(whole.train_hours / 2, rel=0.01)
 
 
 @pytest.mark.parametrize("ranks", [8, 64])

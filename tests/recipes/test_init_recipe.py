@@ -68,6 +68,7 @@ def test_recipes_of_all_methods_load(
     for key in ("temperature", "temperatures"):
         # each with a comment
         assert re.search(rf"^  {key}: .*  # ", text, re.MULTILINE)
+    assert "in runs of about 200 steps, 3 to 5 times as much" in text
     for verb in ("train", "prepare", "extract", "measure", "export"):
         assert f"eagle {verb} " in text
 

@@ -33,15 +33,18 @@ def curves(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("tokens", "says"),
     [
-        (10, r"^10 supervised tokens are few: .* 20 to 160 tokens, .*: add data or epochs$"),
+        (
+            10,
+            r"^10 supervised tokens are few for .* had 20 to 160 tokens\. Advice: add data or epochs$",
+        ),
         (
             20,
-            r"^20 .* 20 weights: .* 49% of the .* 8 times as many; .*\+0\.17 .*: add data or epochs$",
+            r"^20 .* 20 weights\. .* 49% of the .* 8 times as many\. .*\+0\.17 .*: add data or epochs$",
         ),
-        (40, r"had 74% of the .* with 4 times as many; .*\+0\.14 .*: add data or epochs$"),
-        (80, r"had 98% of the .* with 2 times as many; .*\+0\.02 .*: more tokens bring little$"),
-        (160, "as many as some was measured with .*, or more: 160, counted for"),
-        (999, "as many as some was measured with .*, or more: 160, counted for"),
+        (40, r"had 74% of the .* with 4 times as many\. .*\+0\.14 .*: add data or epochs$"),
+        (80, r"had 98% of the .* with 2 times as many\. .*\+0\.02 .*: more tokens bring little$"),
+        (160, "^160 supervised tokens are many .* their longest training had 160 tokens$"),
+        (999, "^999 supervised tokens are many .* their longest training had 160 tokens$"),
     ],
 )
 def test_it_is_read_off_the_curve(tokens: int, says: str, curves: Path) -> None:

@@ -234,11 +234,12 @@ def _read_fc_bias(head: HeadFolder) -> Config:
         )
     if config_bias is None:
         state = "is there"
+        if has_bias and not head.load("fc.bias").any():
+            # engines that expect a bias get one that does nothing
+            state = "is there, all zeros as exports have it without fc_bias, and does nothing"
         if not has_bias:
             state = "is not there, and a reader that expects one starts it at random"
-        head.notes.append(
-            f"no `bias` in config.json, which SafeAILab/EAGLE takes for true: fc.bias {state}"
-        )
+        head.notes.append(f"no `bias` in config.json, true for SafeAILab/EAGLE: fc.bias {state}")
     return {"fc_bias": has_bias}
 
 
@@ -299,7 +300,7 @@ def _list_eagle1_facts(head: HeadFolder) -> Config:
     """Return what `inspect` prints of an EAGLE-1 head: sizes, the target's state that it reads, and fc's bias."""
     bias = "yes" if "fc.bias" in head.names else "no"
     if bias == "yes" and not head.load("fc.bias").any():
-        bias = "all zeros, which does nothing"
+        bias = "all zeros, as exports have it without fc_bias: does nothing"
     return {
         **_list_block_facts(head),
         "reads": "the target's last hidden state, after the final norm",

@@ -175,13 +175,20 @@ def test_the_faults_of_eagle1(
 
 @pytest.mark.parametrize(
     ("bias", "says"),
-    [(made.drawn(H), "yes"), (torch.zeros(H), "all zeros, which does nothing"), (None, "no")],
+    [
+        (made.drawn(H), "yes"),
+        (torch.zeros(H), "all zeros, as exports have it without fc_bias: does nothing"),
+        (None, "no"),
+    ],
 )
 def test_a_bias_of_zeros_is_called_that(bias: Any, says: str, tmp_path: Path) -> None:
     """The name of a tensor alone says nothing of what it does."""
     changes = {} if bias is None else {"fc.bias": bias}
-    found = inspect(made.write(tmp_path / "head", change_head(made.eagle1(), changes)))
+    found = inspect(made.write(tmp_path / "head", change_head(made.eagle1(bias=None), changes)))
     assert found.facts["bias of fc"] == says
+    # the note on a config without `bias` says it, too
+    note = "fc.bias is there, all zeros as exports have it without fc_bias, and does nothing"
+    assert (note in str(found)) == says.startswith("all zeros")
 
 
 def test_what_a_checkpoint_is(tmp_path: Path) -> None:
