@@ -136,9 +136,10 @@ def _describe_exactness(run: Path) -> str:
 
 def _describe_store(recipe: dict[str, Any]) -> str:
     """Return a paragraph on the conversations kept and dropped; "" if the feature store is not on this machine."""
-    index = Path(recipe.get("features", {}).get("store") or "") / "index.json"
-    if not index.is_file():
+    store = recipe.get("features", {}).get("store")
+    if not store or not (Path(store) / "index.json").is_file():
         return ""
+    index = Path(store) / "index.json"
     counts = json.loads(index.read_text())["made"].get("conversations")
     if counts is None:  # as of a store that an older release made
         return ""

@@ -263,3 +263,21 @@ def test_damaged_notes_are_named_and_nothing_is_written(
     with pytest.raises(ValueError, match=name):
         export(head, target.config, "vllm", tmp_path / "out", folder)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_card_reads_no_store_that_the_recipe_does_not_name(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An index.json in the current folder is some other file."""
+    (tmp_path / "index.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    sections = {
+        "target": {"path": "x"},
+        "drafter": {"kind": "eagle3"},
+        "data": {"train": "x"},
+        "train": {},
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(sections))
+    assert "conversations were kept" not in model_card(folder, "me/head")

@@ -192,7 +192,7 @@ def _read_anchor(head: HeadFolder, key: str, predicts_next: bool) -> bool:
     keys = head.keys
     shift = head.nested.read("shift_label")
     anchor = _first_given(keys.read("sample_from_anchor"), head.nested.read("sample_from_anchor"))
-    # DeepSpec's configs may hold the opposite too, which is only compared
+    # DeepSpec's configs may hold the opposite too, or instead
     bonus = keys.read("dspark_bonus_anchor")
     if None not in (anchor, bonus) and anchor == bonus:
         head.problem(
@@ -206,6 +206,8 @@ def _read_anchor(head: HeadFolder, key: str, predicts_next: bool) -> bool:
                 "Correct one of them",
             )
         anchor = _first_given(shift, anchor)
+    if anchor is None and bonus is not None:
+        anchor = not bonus
     if anchor is None:
         # DFlash of z-lab and speculators predicts the token at a slot; DSpark, and all of DeepSpec's, the one after it
         anchor = head.layout == DEEPSPEC or predicts_next

@@ -274,6 +274,8 @@ def _make_eagle1_tensor(head: HeadFolder, name: str, size: torch.Size) -> Tensor
     """
     tensor = load_or_zeros(head, name, size)
     if name == "fc.weight" and head.target and head.target.embed_scale != 1.0:
+        # a copy in fp32: the file's own precision would round the quotients
+        tensor = tensor.to(torch.float32, copy=True)
         # [H, 2 H], of which the first half reads the embedding
         tensor[:, : tensor.shape[1] // 2] /= head.target.embed_scale
     return tensor

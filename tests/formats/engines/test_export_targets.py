@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from eagle import Target, load_drafter
 from eagle.__main__ import main
 from eagle.formats.checkpoint import save_head
 from eagle.formats.export import EXPORTERS, export
+from eagle.formats.reading.foreign import read_head
 from eagle.formats.reading.target_files import embedding_dtype
 from tests.formats.make_heads import make_head, make_target, write_target
 from tests.vision_families import build
@@ -129,3 +130,20 @@ def test_a_folder_for_vllm_has_the_text_models_sizes(
     loaded: Any = load_drafter(tmp_path / "again", target)
     # a scaled embedding went into `fc` and comes out of it again, which rounds
     torch.testing.assert_close(loaded.state_dict(), head.state_dict(), rtol=1e-6, atol=1e-9)
+
+
+def test_the_factor_on_an_embedding_is_taken_out_in_fp32(tmp_path: Path) -> None:
+    """Of weights in bf16, too: quotients rounded to bf16 would be other weights."""
+    build("gemma3").save_pretrained(tmp_path / "target")
+    target = Target.load(tmp_path / "target", dtype="float32")
+    head = make_head({"kind": "eagle1", "fc_bias": False}, target).bind(target.head)
+    save_head(tmp_path / "head", head, "", {})
+    export(head, target.config, "vllm", tmp_path / "out", tmp_path / "head")
+    file = tmp_path / "out" / "model.safetensors"
+    stored = {name: tensor.bfloat16() for name, tensor in load_file(file).items()}
+    save_file(stored, file, metadata={"format": "pt"})
+
+    imported = read_head(tmp_path / "out", str(tmp_path / "target"))
+    embedding, state = stored["fc.weight"].float().chunk(2, dim=1)
+    expected = torch.cat([embedding / target.head.scale, state], dim=1)
+    assert imported.state_dict()["fc.weight"].equal(expected)

@@ -98,6 +98,14 @@ def test_a_default_is_named(
     assert f"by default: {words}" in str(inspect(made.write(tmp_path / "head", head)))
 
 
+@pytest.mark.parametrize("bonus", [True, False])
+def test_deepspecs_opposite_key_is_enough(bonus: bool, tmp_path: Path) -> None:
+    """Each slot predicts the next token unless the anchor's is a bonus."""
+    folder = made.write(tmp_path / "head", deepspec(dspark_bonus_anchor=bonus))
+    head: Any = read_head(folder, made.write_target(tmp_path / "target"))
+    assert head.settings.sample_from_anchor is not bonus
+
+
 def test_sample_from_anchor_must_be_written_for_engines(tmp_path: Path) -> None:
     """Where it is missing, speculators reads DSpark's slots as vLLM and llama.cpp do not."""
     trap = "sample_from_anchor is not written: some readers take true and others false"
