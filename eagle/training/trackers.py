@@ -42,7 +42,7 @@ TAKE_TEXT = ("tensorboard",)  # keep no files, but show a text
 # folders within the run's folder, for trackers that write into one
 LOG_FOLDERS = {
     "tensorboard": "tensorboard",
-    "set_write_offset": ".",
+    "aim": ".",
 }
 
 

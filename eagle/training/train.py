@@ -422,9 +422,9 @@ class _Run:
         """
         if not self.plan.validation:
             return {}
-        sums = gather_object([self._sum_share(head)])
-        # a process without a share has no sums
-        return figures(reduce(add_sums, [share for share in sums if share]))
+        # a process without a share has no sums, and no process has them where nothing held out is supervised
+        sums = reduce(add_sums, gather_object([self._sum_share(head)]))
+        return figures(sums) if sums else {}
 
     def _sum_share(self, head: TrainableDrafter) -> dict[str, Tensor]:
         """Return the validation sums of a head over this process's share of the held-out conversations."""

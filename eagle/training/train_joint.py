@@ -258,8 +258,8 @@ class _JointRun:
             on_host = {name: value.double().cpu() for name, value in text_sums.items()}
             sums = add_sums(sums, on_host)
         self.joint.train()
-        shares = [share for share in gather_object([sums]) if share]
-        return figures(reduce(add_sums, shares)) if shares else {}
+        sums = reduce(add_sums, gather_object([sums]))
+        return figures(sums) if sums else {}
 
     def finish(self) -> None:
         """Write the new target, with the adapters merged, and the heads, whose recipe names it."""

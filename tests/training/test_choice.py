@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from trained import equal, rows, run
 
 from eagle import Budget, Target, generate, load_drafter
 from eagle.core.tree import PUBLISHED_TREE
 from eagle.core.verify import Sampling
+from eagle.drafters.parts.validation import add_sums
 from eagle.training.choice import Choice, Counts
 from eagle.training.train import Plan
 from recipes import train_eagle
@@ -264,3 +266,12 @@ def test_nothing_is_decoded_where_nothing_is_held_out(
     """Nor where it is turned off."""
     changes = [*command[1:], "train.validation=0.2", override]
     assert open_decoding(train_eagle.Recipe.load(command[0], changes), tiny_target) is None
+
+
+def test_sums_outlast_a_batch_without_supervised_slots() -> None:
+    """Its sums are empty, and so are those of a process without a share."""
+    sums = {"slots": torch.tensor(3.0)}
+    assert add_sums(sums, {}) == sums
+    assert add_sums({}, sums) == sums
+    assert add_sums(sums, sums) == {"slots": torch.tensor(6.0)}
+    assert add_sums({}, {}) == {}

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import wandb
-from accelerate.tracking import TensorBoardTracker
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, TensorBoardTracker
 from comparisons import small_comparison, written
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from trained import RECIPE, ROOT, equal, finished, launched, rows, run
@@ -22,7 +22,7 @@ from wandb.proto.wandb_internal_pb2 import Record
 
 from eagle.recipe import Recipe, TrainSection
 from eagle.training import trackers as module
-from eagle.training.trackers import Trackers, check_trackers, flatten, name_run
+from eagle.training.trackers import LOG_FOLDERS, Trackers, check_trackers, flatten, name_run
 from eagle.training.train import _Run
 from eval.compare import main as compare
 from eval.measure import log_measurement
@@ -471,3 +471,8 @@ def test_every_arm_of_a_comparison_is_a_run(tiny_target_dir: Path, tmp_path: Pat
     kinds = [each.name.partition("-")[2] for each in read_wandb(tmp_path / "out", "artifact")]
 
     assert kinds == ["comparison", "comparison"]
+
+
+def test_folders_are_for_trackers_that_accelerate_knows() -> None:
+    """A misspelt name would send a tracker's files somewhere else without a word."""
+    assert LOG_FOLDERS.keys() <= {str(name) for name in LOGGER_TYPE_TO_CLASS}

@@ -24,9 +24,11 @@ ROWS = 128  # rows of logits that are in memory at a time
 def add_sums(sums: dict[str, Tensor], more: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return two dictionaries of sums added up, those of two batches or of two processes.
 
-    `sums` may be empty; otherwise both have the same names.
+    Both have the same names, or one is empty: it had no supervised slot.
     """
-    return {name: sums[name] + value if name in sums else value for name, value in more.items()}
+    if not (sums and more):
+        return sums or more
+    return {name: value + more[name] for name, value in sums.items()}
 
 
 def validate_text(
