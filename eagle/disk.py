@@ -230,7 +230,8 @@ def describe_bytes(count: float) -> str:
     """Return a number of bytes in words: three digits and a fitting unit, as `1.5 GB`."""
     unit = "bytes"
     for larger in ("kB", "MB", "GB", "TB"):
-        if count < 1000:
+        # as it will be printed: 999.7 rounds to 1000
+        if float(f"{count:.3g}") < 1000:
             break
         count /= 1000
         unit = larger

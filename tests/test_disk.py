@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from eagle.disk import lock_folder, lock_path
+from eagle.disk import describe_bytes, lock_folder, lock_path
 
 
 @pytest.mark.parametrize("lock", [lock_folder, lock_path])
@@ -40,3 +40,12 @@ def test_a_folder_that_vanishes_is_made_again(
     with lock_folder(tmp_path / "store"):
         assert (tmp_path / "store/.lock").exists()
     assert len(lost) == 5
+
+
+@pytest.mark.parametrize(
+    ("count", "words"),
+    [(999, "999 bytes"), (1000, "1 kB"), (999_499, "999 kB"), (999_500, "1 MB"), (15e11, "1.5 TB")],
+)
+def test_bytes_are_in_the_unit_of_what_is_printed(count: float, words: str) -> None:
+    """A value that rounds up to a thousand of a unit is one of the next."""
+    assert describe_bytes(count) == words

@@ -66,11 +66,10 @@ class ChatMixin:
             raise ValueError(
                 "this target has no chat template: pass token ids, or load a tokenizer that has one"
             )
-        # a string's items are strings too, so the second test holds for it
-        is_conversation = isinstance(messages, (str, list)) and all(
-            isinstance(turn, (str, dict)) for turn in messages
+        is_conversation = isinstance(messages, list) and all(
+            isinstance(turn, dict) for turn in messages
         )
-        if not is_conversation:
+        if not (isinstance(messages, str) or is_conversation):
             raise ValueError(
                 f"messages is {messages!r:.60}, expected a text, or a list of dicts with role and content"
             )

@@ -139,3 +139,10 @@ def test_which_class_loads_a_model(folder: Path, tmp_path: Path) -> None:
     assert choose_loader(tmp_path) is AutoModelForCausalLM
     with pytest.raises(ValueError, match="is a llama, which sees none"):
         choose_loader(tmp_path, images=True)
+
+
+def test_a_list_of_texts_is_no_conversation(target: Target) -> None:
+    with pytest.raises(
+        ValueError, match="expected a text, or a list of dicts with role and content"
+    ):
+        target.chat(["Hello", "again"])  # type: ignore[list-item]
