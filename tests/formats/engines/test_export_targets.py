@@ -139,6 +139,7 @@ def test_the_factor_on_an_embedding_is_taken_out_in_fp32(tmp_path: Path) -> None
     head = make_head({"kind": "eagle1", "fc_bias": False}, target).bind(target.head)
     save_head(tmp_path / "head", head, "", {})
     export(head, target.config, "vllm", tmp_path / "out", tmp_path / "head")
+    # as a trainer in bf16 would have written it
     file = tmp_path / "out" / "model.safetensors"
     stored = {name: tensor.bfloat16() for name, tensor in load_file(file).items()}
     save_file(stored, file, metadata={"format": "pt"})
