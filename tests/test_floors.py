@@ -105,7 +105,7 @@ METHODS_UNKNOWN_TO = (
     "eagle.formats.export",
 )
 MAX_FILES = 17  # of a folder
-MAX_LINES = 600  # of a file
+MAX_LINES = 500  # of code in a file
 SOURCES = sorted(
     path
     for room in ("eagle", "data_prep", "eval", "recipes")
@@ -225,8 +225,21 @@ def test_folders_and_files_are_small_and_no_two_files_share_a_name() -> None:
     shared = {name for name, count in names.items() if count > 1}
     assert shared <= {"__init__", "__main__"}
     assert not names.keys() & {"tokenize", "types", "token"}
-    long = [path for path in SOURCES if len(path.read_text().splitlines()) > MAX_LINES]
+    long = [path for path in SOURCES if count_code_lines(path) > MAX_LINES]
     assert long == []
+
+
+def count_code_lines(path: Path) -> int:
+    """Return the lines of a file that are neither empty nor comment nor docstring: explanations are not limited."""
+    text = path.read_text()
+    explained = set()
+    for node in ast.walk(ast.parse(text)):
+        # a string as a statement
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            explained |= {*range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+    lines = enumerate(text.splitlines(), start=1)
+    code = [number for number, line in lines if line.strip() and not line.lstrip().startswith("#")]
+    return len({*code} - explained)
 
 
 def test_families_share_nothing_but_parts() -> None:

@@ -288,7 +288,7 @@ def test_a_next_turn_reads_only_new_tokens(
 
     monkeypatch.setattr(TargetState, "extend", count_tokens)
     num_tokens, lengths, outcomes = run()
-    monkeypatch.setattr(TargetState, "_shared", lambda *_: 0)
+    monkeypatch.setattr(TargetState, "_shared_prefix", lambda *_: 0)
     num_without_history, _, same = run()
     assert outcomes == same
     # without history each prompt is read whole; with it only the last is, turn by turn

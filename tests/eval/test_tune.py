@@ -501,7 +501,7 @@ def test_threads_are_timed_again_between_tuning_questions(
     finally:
         torch.set_num_threads(before)
 
-    assert len(answers) == threads.times == 2
+    assert len(answers) == threads.timing_count == 2
 
 
 def test_tuning_asks_what_is_not_measured(
