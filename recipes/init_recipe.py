@@ -153,6 +153,7 @@ regenerate:  # a head learns from the target's own answers
   out: {folder}/regenerated.jsonl
   endpoint: {quote(endpoint)}  # an OpenAI-compatible server of the target; null decodes the answers here
   temperature: 0.0  # greedy; 0.7 to 1.0 samples answers that vary more
+  max_new_tokens: 1024  # shorter answers take less time
 features:
   store: {folder}/features-{kind}
 drafter:
@@ -208,6 +209,7 @@ def describe(args: argparse.Namespace, sizes: Sizes, conversations: int, body: s
         f"  eagle extract {out}",
         f"  eagle train {out}",
         f"  eagle measure {out}",
+        f"  eagle measure --tune {out} --write",
         f"  eagle export {train}/head --target {args.model} --to vllm {train}/vllm",
     ]
     return "".join(f"# {line}\n" for line in lines)

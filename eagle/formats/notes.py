@@ -128,7 +128,8 @@ def _choose_depth(
         depth = max(sum(share >= MIN_KEPT_SHARE for share in shares), 1)
         share = shares[depth - 1]
         reason = (
-            f"on held-out texts {share:.0%} of such drafts are kept whole; longer ones rarely pay"
+            f"on held-out texts {share:.0%} of such drafts are kept whole; longer ones rarely pay. The head was "
+            "not tuned: `eagle measure --tune RECIPE --write` measures which length is fastest"
         )
     # but no more than the layout can draft, and as many as one forward drafts anyway unless measurements say fewer
     if layout.max_depth is None:

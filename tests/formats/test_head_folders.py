@@ -12,9 +12,17 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from eagle import Target, load_drafter
+from eagle.core.budget import Budget
 from eagle.formats.card import acceptance_of, model_card
-from eagle.formats.checkpoint import from_pretrained, load_head, save_head, save_pretrained
+from eagle.formats.checkpoint import (
+    from_pretrained,
+    load_head,
+    save_head,
+    save_pretrained,
+    write_budget,
+)
 from eagle.formats.export import export
+from eagle.formats.reading.foreign import inspect
 from eagle.recipe import Recipe
 from tests.formats.make_heads import assert_equal, change_head, make_head, make_target
 
@@ -281,3 +289,9 @@ def test_a_card_reads_no_store_that_the_recipe_does_not_name(
     }
     (folder / "recipe.yaml").write_text(yaml.safe_dump(sections))
     assert "conversations were kept" not in model_card(folder, "me/head")
+
+
+def test_a_tuned_shape_is_no_unknown_key(folder: Path) -> None:
+    """`eagle doctor` lists keys of config.json that it does not read; the tuner's is for decoding."""
+    write_budget(folder, Budget(4, 4, 1))
+    assert "unknown keys" not in str(inspect(folder))

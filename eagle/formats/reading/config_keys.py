@@ -27,6 +27,7 @@ IGNORED = {
     "speculators and trainers of heads": "has_no_defaults_at_init speculators_version speculators_model_type "
     "embed_requires_grad use_last_layernorm next_layer_regular num_target_layers parallel_draft_heads_num_layers "
     "eagle_decoder_type has_lm_head target_model_type ttt_length bias_heads modules_in_block_to_quantize",
+    "this project's tuner": "budget",
 }
 NO_MATTER = set(" ".join(IGNORED.values()).split())
 ROPE = {
