@@ -56,6 +56,8 @@ for line in sys.stdin:
     job, (reader, writer) = json.loads(line), os.pipe()
     if not (pid := os.fork()):
         os.close(reader)
+        # torch makes its thread pool anew after a fork, at first use: two threads at once would find none
+        torch.set_num_threads(torch.get_num_threads())
         run(job, writer)
     os.close(writer)
     with os.fdopen(reader, "rb") as printed, open(job["log"], "wb") as log:

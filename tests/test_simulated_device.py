@@ -29,7 +29,7 @@ CYCLE = {"grown.read_walks", "verify.__call__", "verify.verify_rows"}
 EARLY = "grown.read_trees"
 NEED_TREES = ("drawn", "lenient", "typical", "hybrid")
 # the likeliest tokens after all that beams may come to
-RANKED = "beam._rank"
+RANKED = "beam._best_tokens"
 # the levels of a draft model's last draft
 DRAFTED = "draft_model._drafted"
 # the target's choices at all nodes of the last trees

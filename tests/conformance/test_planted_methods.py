@@ -147,7 +147,7 @@ FLAT_PROBS = Fault(
         return tree""",
         "import torch\n": "import dataclasses\n\nimport torch\n",
     },
-    "the target's law, at temperature 1, a fixed tree of 4 nodes",
+    "the target's distribution, at temperature 1, a fixed tree of 4 nodes",
     "the target's law is changed",
 )
 

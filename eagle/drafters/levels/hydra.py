@@ -94,9 +94,10 @@ class Hydra(LevelHeads):
         width = shape.hidden_size
         self.blocks = nn.ModuleList()
         for level in range(settings.levels):
+            # made before the first block, as the first random weights follow from the order
+            more_blocks = [Gated(width, width) for _ in range(1, settings.layers)]
             # the first block of level d reads the state and d + 1 embeddings
             first_block = Gated((level + 2) * width, width)
-            more_blocks = [Gated(width, width) for _ in range(1, settings.layers)]
             self.blocks.append(nn.ModuleList([first_block, *more_blocks]))
         self.heads = nn.ModuleList(
             [nn.Linear(width, shape.vocab_size) for _ in range(settings.levels)]

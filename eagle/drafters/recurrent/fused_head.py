@@ -68,8 +68,9 @@ class FusedHead(UnrolledDrafter):
         self.fc = nn.Linear(len(self.taps) * width, width, bias=False)
         tap_norms = [Norm(width, eps) for _ in self.taps] if settings.fc_norm else []
         self.fc_norm = nn.ModuleList(tap_norms)
-        first_block = TwoNormBlock(shape, settings.norm_before_residual)
+        # made before the first block, as the first random weights follow from the order
         more_blocks = [NormedBlock(shape) for _ in range(1, shape.num_hidden_layers)]
+        first_block = TwoNormBlock(shape, settings.norm_before_residual)
         self.layers = nn.ModuleList([first_block, *more_blocks])
         self.norm = Norm(width, eps)
         draft_vocab_size = getattr(shape, "draft_vocab_size", None) or shape.vocab_size
