@@ -388,7 +388,7 @@ def make_sixteenth(sizes: dict[str, Any], family: str) -> Target:
 def divide_settings(settings: Any) -> Any:
     """Return a drafter's settings with every size divided by 16."""
     small = {}
-    for name in ("intermediate_size", "draft_vocab", "inner_dim", "mask_token"):
+    for name in ("intermediate_size", "draft_vocab", "loss_vocab", "inner_dim", "mask_token"):
         size = getattr(settings, name, None)
         if size is not None:
             small[name] = size // 16
