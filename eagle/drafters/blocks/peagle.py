@@ -148,7 +148,7 @@ class Peagle(FusedHead):
             self.norm(torch.cat([slot_states, mask_states]))[None],
             target_hidden,
             weights[None],
-            (OwnHead(self.lm_head.weight), self.narrow_to_draft_vocab(frozen)),
+            (OwnHead(self.lm_head.weight), self.narrow_once(frozen, self.drafts)),
             objective=Objective(settings.loss),
             dtype=frozen.weight.dtype,
         )

@@ -73,7 +73,7 @@ class Eagle3(FusedHead):
         student = align_steps(self.norm(state) for state in unrolled.states)  # [steps, S, H]
         # the target predicts token i + 2 from its state i + 1
         target_hidden = batch.select_taps((-1,))[:, 0].index_select(0, unrolled.places + 1)
-        heads = OwnHead(self.lm_head.weight), self.narrow_to_draft_vocab(frozen)
+        heads = OwnHead(self.lm_head.weight), self.narrow_once(frozen, self.drafts)
         objective = Objective(settings.loss)
         # the dtype of the target's head for products of both heads, as autocast would choose
         total, step_losses = distillation_loss(

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
 from eagle.core.drafter import HeadShape, Parts, TargetHead
-from eagle.core.examples import Batch, most_frequent, token_counts
+from eagle.core.examples import Batch
 from eagle.drafters.parts.decoder_block import (
     Block,
     Cache,
@@ -30,6 +30,7 @@ from eagle.drafters.parts.objectives import (
     step_weights,
 )
 from eagle.drafters.parts.window import Window
+from eagle.drafters.recurrent.reduced_vocab import count_frequent
 from eagle.drafters.recurrent.unroll import UnrolledDrafter
 
 FULL_SPREAD = (
@@ -72,7 +73,6 @@ class FeatureHead(UnrolledDrafter):
         self.rotary = Rotary(shape)
         # [L], the tokens of settings.loss_vocab. They are counted anew at every start, so no file holds them.
         self.register_buffer("loss_tokens", None, persistent=False)
-        self.narrowed: tuple[TargetHead, TargetHead] | None = None
 
     @property
     def parts(self) -> Parts:
@@ -93,12 +93,9 @@ class FeatureHead(UnrolledDrafter):
         )
         head = cls(settings, head_shape(target_config, **sizes))
         if settings.loss_vocab is not None:
-            if supervised is None:
-                raise ValueError(
-                    f"drafter.loss_vocab is {settings.loss_vocab}, but no texts were given: call for_target with them"
-                )
-            counts = token_counts(supervised, head.shape.vocab_size)
-            head.loss_tokens = most_frequent(counts, settings.loss_vocab)
+            head.loss_tokens = count_frequent(
+                supervised, settings.loss_vocab, head.shape.vocab_size, key="drafter.loss_vocab"
+            )
         return head
 
     @property
@@ -166,24 +163,14 @@ class FeatureHead(UnrolledDrafter):
         target_hidden = batch.select_taps((-1,))[:, 0].index_select(0, unrolled.places + 1)
         student = align_steps(unrolled.states)  # [K, S, H]
         weights = step_weights(unrolled.places, steps)
-        # student and teacher are compared by the rows of one matrix
-        lm_head = self._narrow_to_loss_vocab(frozen)
+        # Student and teacher are compared by the rows of one matrix. The products with it are most of a training step
+        # where the vocabulary is large.
+        lm_head = self.narrow_once(frozen, self.loss_tokens)
         loss, step_losses = distillation_loss(
             student, target_hidden, weights, (lm_head, lm_head), objective
         )
         regression = feature_regression(student, target_hidden, weights)
         return regression, loss, step_losses
-
-    def _narrow_to_loss_vocab(self, frozen: TargetHead) -> TargetHead:
-        """Return the target's LM head with the rows of the loss's tokens alone, cut out once.
-
-        The products with this matrix are most of a training step where the vocabulary is large.
-        """
-        if self.loss_tokens is None:
-            return frozen
-        if self.narrowed is None or self.narrowed[0] is not frozen:
-            self.narrowed = frozen, frozen.narrow(self.loss_tokens)
-        return self.narrowed[1]
 
     def _add_noise(self, batch: Batch, features: Tensor) -> Tensor:
         """Return features [N, 1, H] plus uniform noise in training, unchanged in evaluation."""

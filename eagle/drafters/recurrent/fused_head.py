@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from eagle.core.drafter import HeadShape, Parts, TargetHead
-from eagle.core.examples import most_frequent, token_counts
 from eagle.drafters.parts.decoder_block import (
     Cache,
     Linears,
@@ -24,7 +23,7 @@ from eagle.drafters.parts.decoder_block import (
     head_shape,
 )
 from eagle.drafters.parts.objectives import Kind
-from eagle.drafters.recurrent.reduced_vocab import load_draft_vocab
+from eagle.drafters.recurrent.reduced_vocab import count_frequent, load_draft_vocab
 from eagle.drafters.recurrent.unroll import UnrolledDrafter
 from eagle.recipe import Section
 from eagle.target.weights.packed import PackedHead, pack_head
@@ -81,9 +80,6 @@ class FusedHead(UnrolledDrafter):
             self.register_buffer("d2t", torch.zeros(draft_vocab_size, dtype=torch.long))
             self.register_buffer("t2d", torch.zeros(shape.vocab_size, dtype=torch.bool))
         self.rotary = Rotary(shape)
-        # The target's head and the same head cut to the draft vocabulary, once it is made. They are in a tuple, so that
-        # torch does not register the target's modules as parts of this one.
-        self.narrowed: tuple[TargetHead, ...] = ()
 
     @property
     def parts(self) -> Parts:
@@ -202,17 +198,6 @@ class FusedHead(UnrolledDrafter):
         """Return the logits [.., D] of the head's own LM head."""
         return self.lm_head(self.norm(state))
 
-    def narrow_to_draft_vocab(self, frozen: TargetHead) -> TargetHead:
-        """Return the target's LM head with only the rows of the draft vocabulary, which teaches this head's LM head.
-
-        It is made once for a target.
-        """
-        if self.drafts is None:
-            return frozen
-        if not self.narrowed or self.narrowed[0] is not frozen:
-            self.narrowed = frozen, frozen.narrow(self.drafts)
-        return self.narrowed[1]
-
 
 def _draft_vocabulary(
     requested: int | str | None, supervised: Iterable[Tensor] | None, vocab_size: int
@@ -227,11 +212,7 @@ def _draft_vocabulary(
     if requested is None:
         return torch.arange(vocab_size)
     if isinstance(requested, int):
-        if supervised is None:
-            raise ValueError(
-                f"drafter.draft_vocab is {requested}, but no texts were given: call for_target with them"
-            )
-        return most_frequent(token_counts(supervised, vocab_size), requested)
+        return count_frequent(supervised, requested, vocab_size, key="drafter.draft_vocab")
     _, t2d = load_draft_vocab(requested)
     if len(t2d) != vocab_size:
         raise ValueError(

@@ -5,14 +5,34 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from eagle.core.examples import most_frequent
+from eagle.core.examples import most_frequent, token_counts
 from eagle.disk import open_tensors, write_tensors
+
+
+def count_frequent(
+    supervised: Iterable[Tensor] | None, size: int, vocab_size: int, *, key: str
+) -> Tensor:
+    """Return the `size` most frequent supervised tokens [size] in ascending order.
+
+    Args:
+        supervised: The supervised tokens of each sequence.
+        size: How many tokens are chosen.
+        vocab_size: The target's.
+        key: The recipe's key that asks for them, for the error.
+
+    Raises:
+        ValueError: No sequences were given, or the vocabulary is smaller than `size`.
+    """
+    if supervised is None:
+        raise ValueError(f"{key} is {size}, but no texts were given: call for_target with them")
+    return most_frequent(token_counts(supervised, vocab_size), size)
 
 
 def save_draft_vocab(path: str | Path, counts: Tensor, size: int, identity: dict[str, Any]) -> None:

@@ -57,6 +57,20 @@ class UnrolledDrafter(CompiledParts, TrainableDrafter):
     layers: Any  # the blocks of a level
     # captures draft loops of fixed shapes, such as `capture_cuda`; None to run them uncaptured
     capture: Capture | None = None
+    # The target's head, and the same head cut to some tokens, once it is made. They are in a tuple, so that torch does
+    # not register the target's modules as parts of this one.
+    narrowed: tuple[TargetHead, ...] = ()
+
+    def narrow_once(self, frozen: TargetHead, tokens: Tensor | None) -> TargetHead:
+        """Return the target's LM head with only the rows of these tokens; the whole head for None.
+
+        A head always passes the same tokens: it is cut once for a target.
+        """
+        if tokens is None:
+            return frozen
+        if not self.narrowed or self.narrowed[0] is not frozen:
+            self.narrowed = frozen, frozen.narrow(tokens)
+        return self.narrowed[1]
 
     @property
     def stack(self) -> dict[str, Any]:
