@@ -218,13 +218,7 @@ def diagnose(
         target_head: What the head borrows where it is served, the target's own by default.
         needs_more: Whether it was trained on so few tokens that what does not help yet is no fault.
     """
-    wiring = Wiring(
-        head.eval(),
-        target_head or target.head,
-        levels=count_levels(head),
-        needs_more=needs_more,
-    )
-    wiring = replace(wiring, recurrent=wiring.reads_drafts(select_texts(texts, 0, 1)))
+    wiring = make_wiring(head, target_head or target.head, texts, needs_more=needs_more)
     # `figures` are of the unchanged head; find_faults returns a wiring without the faults that it found
     notes = _describe(head, target, texts)
     notes.append(f"does not apply to this head: {', '.join(list_missing(wiring, target))}")
@@ -278,6 +272,21 @@ def count_levels(head: TrainableDrafter) -> int:
     return LEVELS if head.parts.levels is None else min(head.parts.levels, MAX_LEVELS)
 
 
+def make_wiring(
+    head: Any, target_head: TargetHead, texts: Batch, *, needs_more: bool = False
+) -> Wiring:
+    """Return the unchanged head as changes are tried on it; one of the texts shows whether it reads its drafts.
+
+    Args:
+        head: The head, which is set to evaluation.
+        target_head: What it borrows.
+        texts: Answers of the target.
+        needs_more: Whether it was trained on so few tokens that what does not help yet is no fault.
+    """
+    wiring = Wiring(head.eval(), target_head, levels=count_levels(head), needs_more=needs_more)
+    return replace(wiring, recurrent=wiring.reads_drafts(select_texts(texts, 0, 1)))
+
+
 def measure_timed(wiring: Wiring, target: Target, texts: Batch) -> Agreement:
     """Return the head's agreement; print a forecast of how long its examination takes."""
     start = perf_counter()
@@ -309,8 +318,7 @@ def forecast(head: Any, target: Target, first: Batch, seconds: float, num_rounds
         seconds: What the round took.
         num_rounds: The rounds of answers that there will be.
     """
-    wiring = Wiring(head.eval(), target.head, levels=count_levels(head))
-    wiring = replace(wiring, recurrent=wiring.reads_drafts(select_texts(first, 0, 1)))
+    wiring = make_wiring(head, target.head, first)
     start = perf_counter()
     measure(wiring, first, target.head)
     a_pass = (perf_counter() - start) * num_rounds

@@ -310,16 +310,14 @@ def test_texts_that_confirm_had_no_part_in_choosing(texts: Batch) -> None:
     assert split_texts(chosen, 3) == (chosen, chosen)
 
 
+# of answers of ten tokens to two prompts: the second round has enough
+ROUNDS: dict[str, Any] = {"new_tokens": 10, "temperatures": (0.0, 1.0, 1.0, 1.0), "enough": 35}
+
+
 def test_answers_end_once_there_are_enough(target: Target) -> None:
     """Whole rounds of prompts, each sampled again; the first is greedy."""
     prompts = [random_tokens(6, seed) for seed in range(2)]
-    texts = answer_prompts(
-        target,
-        prompts,
-        10,
-        (0.0, 1.0, 1.0, 1.0),
-        enough=35,
-    )
+    texts = answer_prompts(target, prompts, **ROUNDS)
     assert len(texts.lengths) == 4
     assert texts.slots >= 35
     first, second, *_ = answer_prompts(target, prompts, 10, (1.0, 1.0)).tokens.split(16)
@@ -333,14 +331,7 @@ def test_the_forecast_comes_after_the_first_round(
     """It is told once, with the rounds that are needed for enough tokens."""
     prompts = [random_tokens(6, seed) for seed in range(2)]
     told: list[tuple[Batch, float, int]] = []
-    texts = answer_prompts(
-        target,
-        prompts,
-        10,
-        (0.0, 1.0, 1.0, 1.0),
-        enough=35,
-        after_first=lambda *first: told.append(first),
-    )
+    texts = answer_prompts(target, prompts, **ROUNDS, after_first=lambda *first: told.append(first))
     ((first, _, num_rounds),) = told
     assert len(first.lengths) * num_rounds == len(texts.lengths)
     forecast(heads["eagle1"], target, first, seconds=60.0, num_rounds=num_rounds)
