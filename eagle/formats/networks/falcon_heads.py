@@ -21,6 +21,7 @@ from eagle.formats.networks.network import (
     ROTARY,
     Network,
     Size,
+    is_plain,
     keep_names,
     load_or_zeros,
     rename_tensors,
@@ -85,8 +86,7 @@ def _load_recurrent_bias(head: HeadFolder, name: str, size: torch.Size) -> Tenso
     The usual check goes by our names, and this tensor has none.
     """
     bias = head.tensors.load(name)
-    is_plain = bias.is_floating_point() and bias.itemsize >= 2
-    if bias.shape != size or not is_plain:
+    if bias.shape != size or not is_plain(bias.dtype):
         raise ValueError(
             f"{name} is {list(bias.shape)} in {bias.dtype}, expected {list(size)} in plain weights: "
             "copy it again"

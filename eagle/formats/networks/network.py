@@ -327,6 +327,11 @@ def _check_tensors(network: Network, head: HeadFolder) -> None:
     refuse_tensors(head, [name for name in unexpected if name not in partial])
 
 
+def is_plain(dtype: torch.dtype) -> bool:
+    """Return whether numbers of this type are weights: float8 has one byte and needs scales, which nothing applies."""
+    return dtype.is_floating_point and dtype.itemsize >= 2
+
+
 def _check_tensor(network: Network, head: HeadFolder, name: str, size: Size) -> None:
     """Record what is wrong with one expected tensor: it is missing, of another size, or holds no plain weights.
 
@@ -351,10 +356,8 @@ def _check_tensor(network: Network, head: HeadFolder, name: str, size: Size) -> 
     elif name in INDICES:
         if name == "d2t" and entry.dtype.is_floating_point:
             head.problem(f"d2t is in {entry.dtype}, expected whole numbers", "Export again")
-    # float8 has one byte and needs scales, which nothing here applies; a borrowed tensor was compared already
-    elif name not in network.borrowed and (
-        not entry.dtype.is_floating_point or entry.dtype.itemsize < 2
-    ):
+    # a borrowed tensor was compared already
+    elif name not in network.borrowed and not is_plain(entry.dtype):
         head.problem(f"{head.names[name]} is in {entry.dtype}, expected plain weights", fatal=False)
 
 
