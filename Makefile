@@ -28,10 +28,10 @@ JOBS ?= 2  # processes that tests are spread over, each on one thread
 test: $(READY)  ## everything that is fast
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-CASES ?= new  # of what is drawn: other ones at every run, or with `same` those of the fast suite's profile
+CASES ?= new  # of what is drawn: other ones at every run; with `same` the same ones, without those of the fast suite
 
 test-slow: $(READY)  ## what takes longer, and new cases of what is drawn
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "(slow or hypothesis) and not long and not engine" \
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "$(if $(filter same,$(CASES)),slow,(slow or hypothesis)) and not long and not engine" \
 		--hypothesis-profile=$(CASES)
 
 test-long: $(READY)  ## what takes minutes: the full target, the rehearsal, every method under ZeRO
