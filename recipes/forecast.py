@@ -159,7 +159,7 @@ def forecast(
         train_hours=train_flops / flops_per_hour,
         conversations=num_conversations,
         steps=steps,
-        is_counted=counted is not None,
+        is_counted=bool(counted),
     )
 
 
