@@ -225,7 +225,7 @@ def test_an_exported_folder_is_no_head_to_train_from(
 ) -> None:
     """The message names the command that makes one of it."""
     head = load_head(folder).bind(target.head)
-    export(head, target.config, engine, tmp_path / "out", folder)
+    export(head, target.config, engine, out=tmp_path / "out", head=folder)
     with pytest.raises(ValueError, match=rf"eagle import {tmp_path / 'out'}"):
         load_head(tmp_path / "out")
 
@@ -241,7 +241,7 @@ def test_recipe_and_provenance_are_not_needed(
     assert load_drafter(folder, target).taps == (2, 4, 5)
 
     head = load_head(folder).bind(target.head)
-    export(head, target.config, "vllm", tmp_path / "out", folder)
+    export(head, target.config, "vllm", out=tmp_path / "out", head=folder)
     assert "Unknown" in (tmp_path / "out/README.md").read_text()
 
     words = r"recipe\.yaml and provenance\.json are missing.*eagle import"
@@ -269,7 +269,7 @@ def test_damaged_notes_are_named_and_nothing_is_written(
     (folder / name).write_text(text)
     head = load_head(folder).bind(target.head)
     with pytest.raises(ValueError, match=name):
-        export(head, target.config, "vllm", tmp_path / "out", folder)
+        export(head, target.config, "vllm", out=tmp_path / "out", head=folder)
     assert not (tmp_path / "out").exists()
 
 
