@@ -216,6 +216,19 @@ def test_an_acceptance_length_names_its_tree(tmp_path: Path) -> None:
     assert "| 0 | `tree` | tree of 8 nodes, depth 5, top-k 3 | 2 |" in table
 
 
+@pytest.mark.parametrize("rows, unfinished", [(1, True), (2, False)])
+def test_an_unfinished_measurement_is_called_so(
+    rows: int, unfinished: bool, tmp_path: Path
+) -> None:
+    """An export or a card may be written while `eagle measure` runs."""
+    row = {"drafter": "eagle1", "temperature": 0.0, "committed": 6, "cycles": 3}
+    lines = [{"run": {"prompts": 2}}, *[row] * rows]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (tmp_path / "results.jsonl").write_text(text)
+    table = acceptance_of(tmp_path)
+    assert ("unfinished: 1 of 2 prompts" in table) == unfinished
+
+
 @pytest.mark.parametrize("engine", ["vllm", "speculators", "eagle"])
 def test_an_exported_folder_is_no_head_to_train_from(
     engine: str,
