@@ -176,6 +176,26 @@ def dspark(markov: str = "vanilla", **changed: Any) -> made.Head:
     return {**config, **changed}, tensors
 
 
+def modelopt_dspark(markov: str = "vanilla", **changed: Any) -> made.Head:
+    """ModelOpt's, whose tensors have no part's name in front of theirs."""
+    config, tensors = dspark(markov)
+    nested = {
+        **OUTPUTS,
+        "projector_type": "dspark",
+        "causal": False,
+        "shift_label": True,
+        "markov_rank": 4,
+        "markov_head_type": markov,
+        "use_confidence_head": True,
+        **changed,
+    }
+    flat = {}
+    for name, tensor in tensors.items():
+        bare = name.removeprefix("markov_head.")
+        flat[bare.replace("confidence_head.proj.", "confidence_proj.")] = tensor
+    return {**config, "architectures": ["DFlashDraftModel"], "dflash_config": nested}, flat
+
+
 def speculators_dspark(**changed: Any) -> made.Head:
     """That of speculators, whose default for which token a block begins with is not vLLM's."""
     settings = {
@@ -250,6 +270,13 @@ LAYOUTS: dict[str, tuple[made.Head, str, dict[str, Any]]] = {
         "sgl-project/SpecForge",
         {"markov": "rnn", "confidence": True},
     ),
+    "DSpark, flat": (
+        modelopt_dspark(),
+        "ModelOpt",
+        {"sample_from_anchor": True, "markov": "vanilla", "rank": 4, "confidence": True},
+    ),
+    "DSpark, flat and gated": (modelopt_dspark("gated"), "ModelOpt", {"markov": "gated"}),
+    "DSpark, flat and recurrent": (modelopt_dspark("rnn"), "ModelOpt", {"markov": "rnn"}),
     # two levels without a bias
     "Domino": (
         domino(),

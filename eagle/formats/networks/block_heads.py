@@ -23,6 +23,7 @@ from eagle.formats.reading.faults import FoundFault, report
 from eagle.formats.reading.files import has
 from eagle.formats.reading.head_folder import (
     EMBEDDING,
+    MODELOPT,
     OUTPUT,
     SPECULATORS,
     HeadFolder,
@@ -42,10 +43,18 @@ DSPARK_NAMES = {
     **DFLASH_NAMES,
     **keep_names("markov_head.*", "confidence_head.*", "prefix_gru.*", "embed_proj.*"),
 }
+# ModelOpt's names of what corrects a slot's logits
+FLAT_NAMES = {
+    "markov_head.markov_w#.weight": "markov_w#.weight",
+    "markov_head.gate_proj.*": "gate_proj.*",
+    "markov_head.joint_proj.*": "joint_proj.*",
+    "confidence_head.proj.*": "confidence_proj.*",
+}
 FOREIGN_KEYS = (  # of dflash_config, which change what is computed
     *("use_swa", "attention_value_scale", "conv_kernel_size", "selector_rank", "output_multiplier"),
     *("final_logit_softcapping", "input_embedding_scale"),
 )
+MODELOPT_KEYS = {"use_swa", "use_confidence_head"}  # which ModelOpt alone writes
 MASK_ROW = "mask_embedding.pt"  # holds a trained embedding of the mask token
 # how `inspect` prints which token a slot of a block predicts
 AT_POSITION = "slot j names the token at its own place (z-lab's DFlash)"
@@ -100,6 +109,8 @@ def _find_layout(head: HeadFolder) -> str:
     is_deepspec = "markov_rank" in head.config or "Qwen3DSparkModel" in head.architectures
     if is_deepspec and "dflash_config" not in head.config:
         return DEEPSPEC
+    if MODELOPT_KEYS & head.nested.values.keys():
+        return MODELOPT
     return SPECFORGE if head.nested.values.get("projector_type") else ZLAB
 
 
@@ -192,6 +203,12 @@ def _read_anchor(head: HeadFolder, key: str, predicts_next: bool) -> bool:
     keys = head.keys
     shift = head.nested.read("shift_label")
     anchor = _first_given(keys.read("sample_from_anchor"), head.nested.read("sample_from_anchor"))
+    if None not in (anchor, shift) and anchor != shift:
+        head.problem(
+            f"config.json: sample_from_anchor is {anchor} and shift_label {shift}",
+            "Correct one of them",
+        )
+    anchor = _first_given(shift, anchor)
     # DeepSpec's configs may hold the opposite too, or instead
     bonus = keys.read("dspark_bonus_anchor")
     if None not in (anchor, bonus) and anchor == bonus:
@@ -199,13 +216,6 @@ def _read_anchor(head: HeadFolder, key: str, predicts_next: bool) -> bool:
             f"config.json: sample_from_anchor and dspark_bonus_anchor are both {anchor}",
             "Correct one",
         )
-    if key == "shift_label":
-        if None not in (anchor, shift) and anchor != shift:
-            head.problem(
-                f"config.json: sample_from_anchor is {anchor} and shift_label {shift}",
-                "Correct one of them",
-            )
-        anchor = _first_given(shift, anchor)
     if anchor is None and bonus is not None:
         anchor = not bonus
     if anchor is None:
@@ -257,7 +267,7 @@ def _read_correction(head: HeadFolder) -> Config:
     """Return the settings of the part that corrects logits, by its tensors; a problem if the config disagrees."""
     ranks = _read_both(head, "markov_rank")
     kinds = _read_both(head, "markov_head_type")
-    flags = _read_both(head, "enable_confidence_head")
+    flags = _read_both(head, "enable_confidence_head") + _read_both(head, "use_confidence_head")
     for section in (head.keys, head.nested):
         section.handled |= {"confidence_head_with_markov", "emb_dim", "gru_hidden_dim"}
     # the tensors decide, and the config's statements are only compared with them
@@ -362,12 +372,12 @@ DSPARK_HEADS = replace(
     DFLASH_HEADS,
     name="a DSpark head",
     methods=(DSPARK,),
-    tensors=r"(markov_head|confidence_head)\.",
+    tensors=r"(markov_head|confidence_head|markov_w1|confidence_proj)\.",
     type_words="dspark",
     config_keys=(),
     ambiguous_keys=(),
     read_settings=partial(_read_corrected, anchor_key="sample_from_anchor", predicts_next=True),
-    spellings=((ZLAB, DSPARK_NAMES),),
+    spellings=((ZLAB, DSPARK_NAMES), (MODELOPT, FLAT_NAMES)),
     prefixes=("model.", "logit_head."),
 )
 DOMINO_HEADS = replace(

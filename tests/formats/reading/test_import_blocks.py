@@ -159,6 +159,12 @@ DAMAGED: list[tuple[str, dict[str, Any], str]] = [
     ("DSpark", {"markov_head.markov_w2.weight": None}, "markov_w2.weight is missing"),
     ("DSpark", {"dflash_config/markov_rank": 5}, "is 5, the tensors have 4"),
     ("DSpark", {"dflash_config/markov_head_type": "rnn"}, "are vanilla"),
+    ("DSpark, flat", {"confidence_proj.weight": None}, "enable_confidence_head is true"),
+    (
+        "DSpark, flat",
+        {"dflash_config/shift_label": False, "sample_from_anchor": True},
+        "label False",
+    ),
     ("Domino, shifted", {"sample_from_anchor": False}, "and shift_label True"),
     ("speculators", {"aux_hidden_state_layer_ids": None}, "no ids of the layers"),
     ("P-EAGLE", {"pard_token": 4}, "the mask tokens disagree"),
