@@ -39,11 +39,6 @@ def block_states(
     masks = [settings.mask_token] * (settings.slots - 1)
     x = frozen.embed(torch.tensor([int(root), *masks]))
     positions = range(length + settings.slots)
-    # every slot sees the whole text, and the block up to itself or whole
-    visible = torch.ones(settings.slots, settings.slots, dtype=torch.bool)
-    if settings.causal:
-        visible = visible.tril()
-    visible = F.pad(visible, (length, 0), value=True)
     for index in range(settings.blocks):
         layer = f"layers.{index}."
         projections = f"{layer}self_attn."
@@ -55,9 +50,33 @@ def block_states(
         )
         key = project_heads(weights, f"{projections}k_", rows, head.shape, positions=positions)
         value = project_heads(weights, f"{projections}v_", rows, head.shape)
-        attention = attend(query, key, value, visible)
+        attention = attend(query, key, value, seen_keys(settings, index, length))
         x = finish_block(weights, layer, x, attention, eps=eps)
     return rms(x, weights["norm.weight"], eps)
+
+
+def seen_keys(settings: Any, block: int, length: int) -> Tensor:
+    """Return a bool [B, length + B]: which keys of the text and of its block each slot sees in one decoder block."""
+    blocks = range(settings.blocks) if settings.window_blocks is None else settings.window_blocks
+    slides = settings.window is not None and block in blocks
+    causal = slides if settings.causal == "window" else settings.causal
+    rows = []
+    for slot in range(settings.slots):
+        row = []
+        for key in range(length + settings.slots):
+            if key >= length:
+                seen = not causal or key - length <= slot
+            elif not slides:
+                seen = True
+            elif settings.window_end == "root":
+                # speculators: the W tokens before the root
+                seen = length - settings.window.recent <= key < length
+            else:
+                # all others: the W - 1 positions before the slot's own, as far as they are of the text
+                seen = length + slot - (settings.window.recent - 1) <= key < length
+            row.append(seen or key < min(settings.window.sinks if slides else 0, length))
+        rows.append(row)
+    return torch.tensor(rows)
 
 
 def level_states(

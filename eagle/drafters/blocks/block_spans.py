@@ -16,6 +16,7 @@ from torch.nn.attention.flex_attention import AuxRequest
 from eagle.drafters.parts.spans import (
     PIECE,
     PIECE_ELSE,
+    Drafted,
     Spans,
     add_product,
     attention_probs,
@@ -37,6 +38,7 @@ def attend_block(
     block_pair: Pair,
     *,
     causal: bool,
+    drafted: Drafted = 0,
 ) -> Tensor:
     """Return the attention output [h, S, B, w] of the tokens of blocks.
 
@@ -49,9 +51,10 @@ def attend_block(
         spans: the anchor rows.
         block_pair: the keys and values of the blocks' tokens [k, S, B, w].
         causal: whether a token sees the tokens of its block up to itself only.
+        drafted: for each token of a block, how many tokens of the window of `spans` the block takes up.
     """
     attend = ATTEND.get(query.device.type, attend_block_flex)
-    return attend(query, key, value, spans, block_pair, causal=causal)
+    return attend(query, key, value, spans, block_pair, causal=causal, drafted=drafted)
 
 
 def attend_block_plain(
@@ -62,9 +65,10 @@ def attend_block_plain(
     block_pair: Pair,
     *,
     causal: bool,
+    drafted: Drafted = 0,
 ) -> Tensor:
     """`attend_block` for CPUs, by matrix products of pieces of the sequences."""
-    return _Plain.apply(query, key, value, *block_pair, spans, causal)
+    return _Plain.apply(query, key, value, *block_pair, spans, causal, drafted)
 
 
 def attend_block_flex(
@@ -75,6 +79,7 @@ def attend_block_flex(
     block_pair: Pair,
     *,
     causal: bool,
+    drafted: Drafted = 0,
     kernel: Any = None,
 ) -> Tensor:
     """`attend_block` for accelerators, by one call of PyTorch's flex attention.
@@ -86,9 +91,9 @@ def attend_block_flex(
     keys = len(key)
     # [S, k, g, B, w]: one copy, which the products with the sequence and with the block both read
     by_row = query.unflatten(0, (keys, -1)).permute(2, 0, 1, 3, 4).contiguous()
-    # all tokens of a block see the same part of the sequence, so the kernel gets them as further heads of one row
+    # tokens of a block see nearly the same part of the sequence, so the kernel gets them as further heads of one row
     flat_query = by_row.flatten(1, 3).transpose(0, 1)
-    output, context = attend_sequences(flat_query, key, value, spans, kernel)
+    output, context = attend_sequences(flat_query, key, value, spans, kernel, drafted=drafted)
     output = output.transpose(0, 1).unflatten(1, (keys, -1))  # [S, k, g * B, w]
     context = context[..., None].transpose(0, 1).unflatten(1, (keys, -1))  # [S, k, g * B, 1]
     block_key = block_pair[0].transpose(0, 1)  # [S, k, B, w]
@@ -103,7 +108,12 @@ def attend_block_flex(
 
 
 def attend_sequences(
-    query: Tensor, key: Tensor, value: Tensor, spans: Spans, kernel: Any = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    spans: Spans,
+    kernel: Any = None,
+    drafted: Drafted = 0,
 ) -> Pair:
     """Return the attention output of rows over their sequences alone, and the log-sum-exp of their scores there.
 
@@ -115,6 +125,7 @@ def attend_sequences(
         value: the sequences' values [k, N, w].
         spans: the rows of the queries.
         kernel: replaces flex attention; None for flex attention.
+        drafted: as in `Spans.block_mask`.
 
     Returns:
         [h, S, w] and [h, S].
@@ -124,7 +135,7 @@ def attend_sequences(
         query[None],
         key[None],
         value[None],
-        block_mask=spans.block_mask(0),
+        block_mask=spans.block_mask(drafted),
         enable_gqa=len(query) != len(key),
         return_aux=AuxRequest(lse=True),
     )
@@ -218,6 +229,7 @@ class _Plain(torch.autograd.Function):
         block_value: Tensor,
         spans: Spans,
         causal: bool,
+        drafted: Drafted,
     ) -> Tensor:
         """Return the attention output [h, S, B, w]; the arguments are those of `attend_block`."""
         query = query * query.shape[-1] ** -0.5
@@ -227,7 +239,7 @@ class _Plain(torch.autograd.Function):
         scores = block_scores(query, block_key, causal)  # [h, S, B, B]
         output = torch.empty_like(query)
         block_probs = torch.empty_like(scores)
-        for rows, columns, mask in _pieces(spans, query):
+        for rows, columns, mask in _pieces(spans, drafted, query):
             key_seen, value_seen = read_columns(columns, key, value)
             # one softmax over the sequence's columns and the block's: [k, g * n * B, m + B]
             probs = attention_probs(
@@ -241,6 +253,7 @@ class _Plain(torch.autograd.Function):
             query, key, value, block_key, block_value, output, scores, block_probs
         )
         ctx.spans = spans
+        ctx.drafted = drafted
         return output
 
     @staticmethod
@@ -254,7 +267,7 @@ class _Plain(torch.autograd.Function):
         grad_value = zeros_for_gradient(value)
         # softmax: dL/ds = p * (dL/dp - sum p dL/dp), and that sum is the product of output and its gradient
         mean_grad = (grad_out * output).sum(-1, keepdim=True)
-        for rows, columns, mask in _pieces(ctx.spans, query):
+        for rows, columns, mask in _pieces(ctx.spans, ctx.drafted, query):
             key_seen, value_seen = read_columns(columns, key, value)
             query_rows = _flatten_blocks(query, rows)
             probs = attention_probs(query_rows, key_seen, _flatten_blocks(scores, rows), mask)
@@ -273,18 +286,24 @@ class _Plain(torch.autograd.Function):
         grad_block_value = _matrix_gradient(grad_out, block_probs, len(key))
         # the forward pass scaled the query
         grad_query.mul_(query.shape[-1] ** -0.5)
-        return grad_query, grad_key.mT, grad_value.mT, grad_block_key, grad_block_value, None, None
+        grads = grad_query, grad_key.mT, grad_value.mT, grad_block_key, grad_block_value
+        return *grads, None, None, None
 
 
-def _pieces(spans: Spans, query: Tensor) -> Iterator[tuple[slice, Sequence[slice], Tensor]]:
+def _pieces(
+    spans: Spans, drafted: Drafted, query: Tensor
+) -> Iterator[tuple[slice, Sequence[slice], Tensor]]:
     """Yield pieces of anchor rows as `split_pieces` does, with a row of the mask for each token of their blocks.
 
     A piece has fewer anchor rows than other attention has rows, as each of them has `size` queries.
     """
     size = query.shape[2]
     max_rows = PIECE.get(query.dtype, PIECE_ELSE) // size
-    for rows, columns, mask in split_pieces(spans, 0, query, size=max(max_rows, 1)):
-        yield rows, columns, mask.repeat_interleave(size, dim=0)
+    for rows, columns, mask in split_pieces(spans, drafted, query, size=max(max_rows, 1)):
+        # with a window, tokens of a block may see different columns, and the mask has a row for each already
+        if len(mask) < (rows.stop - rows.start) * size:
+            mask = mask.repeat_interleave(size, dim=0)
+        yield rows, columns, mask
 
 
 def _flatten_blocks(tensor: Tensor, rows: slice) -> Tensor:

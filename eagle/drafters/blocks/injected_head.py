@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import asdict, replace
+from typing import Any, Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from eagle.core.budget import MOST_LEVELS, Budget
@@ -59,6 +60,7 @@ from eagle.drafters.parts.text_blocks import (
 )
 from eagle.drafters.parts.text_state import text_bytes
 from eagle.drafters.parts.validation import validate_batch
+from eagle.drafters.parts.window import Window
 from eagle.recipe import Section
 
 ANCHORS_AT_ONCE = 256  # anchors whose blocks are read in one forward in validation
@@ -74,7 +76,13 @@ class InjectedSettings(Section):
     slots: int = Field(16, ge=2, le=MOST_LEVELS)
     # each slot predicts the next token; else the token at its own position
     sample_from_anchor: bool = False
-    causal: bool = False  # a slot sees only earlier slots of its block
+    # a slot sees only earlier slots of its block; "window": in the blocks with a window alone
+    causal: bool | Literal["window"] = False
+    # {recent: W}: a slot attends to the latest W positions up to its own, those of its own block included
+    window: Window | None = None
+    window_blocks: tuple[int, ...] | None = None  # the blocks with a window, from 0; by default all
+    # a slot's window ends at the "slot", as engines read it; or at the "root" for all slots, as speculators trains
+    window_end: Literal["slot", "root"] = "slot"
     qk_norm: bool = True  # norm queries and keys by head, as Qwen3 does
     # the token that mask slots read; by default the last of the vocabulary
     mask_token: int | None = None
@@ -86,6 +94,24 @@ class InjectedSettings(Section):
     decay: float | None = Field(7.0, gt=0)  # level d has the weight e^(-d / decay) in the loss
     # of the loss: the sum of the weights, or "reached": how many tokens have one
     divisor: Divisor = "weights"
+
+    @model_validator(mode="after")
+    def _check_window(self) -> InjectedSettings:
+        """Refuse a window that is shorter than a block, and settings of a window that is not there."""
+        indices = self.window_blocks or ()
+        if self.window is None and (self.window_blocks is not None or self.causal == "window"):
+            raise ValueError(
+                "window is null, expected {recent: W}, as window_blocks or causal name blocks with a window"
+            )
+        if self.window is not None and self.window.recent < self.slots:
+            raise ValueError(
+                f"window.recent is {self.window.recent}, expected at least slots, {self.slots}: a window holds a block"
+            )
+        if not all(0 <= index < self.blocks for index in indices):
+            raise ValueError(
+                f"window_blocks is {indices}, expected some of 0 to {self.blocks - 1}, the {self.blocks} blocks"
+            )
+        return self
 
 
 class InjectedHead(CompiledParts, TrainableDrafter):
@@ -161,10 +187,35 @@ class InjectedHead(CompiledParts, TrainableDrafter):
     def network(self) -> dict[str, Any]:
         """The network's name and the settings that decide what its weights mean."""
         names = ("taps", "blocks", "slots", "sample_from_anchor", "causal", "qk_norm", "mask_token")
-        return {
-            "network": self.settings.kind,
-            **{name: getattr(self.settings, name) for name in names},
+        settings = self.settings
+        network = {
+            "network": settings.kind,
+            **{name: getattr(settings, name) for name in names},
         }
+        if settings.window is not None:
+            blocks = [index for index in range(settings.blocks) if self.has_window(index)]
+            window = {**asdict(settings.window), "blocks": blocks, "end": settings.window_end}
+            network["window"] = window
+        return network
+
+    def has_window(self, index: int) -> bool:
+        """Return whether a transformer block has the window."""
+        indices = self.settings.window_blocks
+        return self.settings.window is not None and (indices is None or index in indices)
+
+    def is_causal(self, index: int) -> bool:
+        """Return whether a slot sees only earlier slots of its block, in one transformer block."""
+        causal = self.settings.causal
+        return self.has_window(index) if causal == "window" else bool(causal)
+
+    @property
+    def drafted_in_window(self) -> tuple[int, ...]:
+        """How many positions of its window each slot's own block takes up."""
+        # row j at position a + j sees the context keys k with a + j - (W - 1) <= k < a; as speculators trains, with
+        # a - W <= k < a
+        if self.settings.window_end == "root":
+            return (0,) * int(self.settings.slots)
+        return tuple(range(1, 1 + self.settings.slots))
 
     @property
     def parts(self) -> Parts:
@@ -298,7 +349,8 @@ class InjectedHead(CompiledParts, TrainableDrafter):
         anchor_positions = positions.index_select(0, spans.rows)[:, None]
         block_positions = anchor_positions + torch.arange(1, 1 + size, device=state.device)
         tables = self._tables_of(batch, state)(block_positions.flatten())
-        for block, (key, value) in zip(self.layers, context, strict=True):
+        in_window = replace(spans, window=self.settings.window, block_masks={})
+        for index, (block, (key, value)) in enumerate(zip(self.layers, context, strict=True)):
             inputs = block.inputs(state)
             query, residual = self._run(query_and_residual, block, inputs, tables)
             block_key, block_value = self._run(key_value, block, inputs, tables)
@@ -307,12 +359,13 @@ class InjectedHead(CompiledParts, TrainableDrafter):
                 query.unflatten(1, (-1, size)),
                 key,
                 value,
-                spans,
+                in_window if self.has_window(index) else spans,
                 block_pair=(
                     block_key.unflatten(1, (-1, size)),
                     block_value.unflatten(1, (-1, size)),
                 ),
-                causal=self.settings.causal,
+                causal=self.is_causal(index),
+                drafted=self.drafted_in_window,
             )
             state = self._run(add_rows, block, attended.flatten(1, 2), residual)
         states: Tensor = self.norm(state).unflatten(0, (-1, size))[:, self.first_slot :]

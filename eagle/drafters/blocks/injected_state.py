@@ -121,23 +121,45 @@ class InjectedState(TextState):
             head.rotary, state, slot_positions(lengths, [size] * len(cache_rows), self.device)
         )
 
+        cache.set_write_offset(cache_rows, [start] * len(cache_rows))
+        # one mask for all transformer blocks that see the same
+        masks: dict[tuple[bool, bool], Tensor] = {}
+        for index, (block, block_cache) in enumerate(zip(head.layers, self.blocks, strict=True)):
+            kind = head.has_window(index), head.is_causal(index)
+            if kind not in masks:
+                masks[kind] = self._block_mask(lengths, *kind)
+            state = block(state, tables, masks[kind], block_cache)
+        states: Tensor = head.norm(state[:, head.first_slot :])
+        return states
+
+    def _block_mask(self, lengths: Sequence[int], has_window: bool, is_causal: bool) -> Tensor:
+        """Return the additive mask [B, 1, groups * slots, S + slots] of a block of slots after each sequence.
+
+        Args:
+            lengths: The lengths of the B sequences.
+            has_window: Whether slots see the window of the settings alone.
+            is_causal: Whether slots see only earlier slots of their block.
+        """
+        head = self.head
+        start = max(lengths)
+        lowest = torch.finfo(self.dtype).min
         # the blocks of all rows begin at the same cache column, `start`; the columns between the end of a shorter
         # sequence and its block are hidden
         committed = torch.zeros(1, start, dtype=self.dtype, device=self.device)
+        ends = upload(torch.tensor(lengths)[:, None], self.device)
+        column = torch.arange(start, device=self.device)
         if min(lengths) < start:
-            ends = upload(torch.tensor(lengths)[:, None], self.device)
-            is_after = torch.arange(start, device=self.device) >= ends
-            committed = committed.masked_fill(is_after, torch.finfo(self.dtype).min)
-        block_mask = torch.ones(len(cache_rows), size, size, dtype=torch.bool, device=self.device)
-        if head.settings.causal:
+            committed = committed.masked_fill(column >= ends, lowest)
+        if has_window:
+            # [B, slots, S]: each slot's own, as its block takes up a part of its window
+            drafted = upload(torch.tensor(head.drafted_in_window)[:, None], self.device)
+            is_old = head.settings.window.hides(column, ends[..., None] - 1, 0, drafted)
+            committed = committed[:, None].masked_fill(is_old, lowest)
+        size = int(head.settings.slots)
+        block_mask = torch.ones(len(lengths), size, size, dtype=torch.bool, device=self.device)
+        if is_causal:
             block_mask = block_mask.tril()
-        mask = level_mask(committed, block_mask, head.query_groups)
-
-        cache.set_write_offset(cache_rows, [start] * len(cache_rows))
-        for block, block_cache in zip(head.layers, self.blocks, strict=True):
-            state = block(state, tables, mask, block_cache)
-        states: Tensor = head.norm(state[:, head.first_slot :])
-        return states
+        return level_mask(committed, block_mask, head.query_groups)
 
 
 class SlotLevels:

@@ -62,14 +62,15 @@ def level_mask(committed: Tensor, tree_mask: Tensor, groups: int = 1) -> Tensor:
 
     Args:
         committed: [B or 1, S], the mask of the cache columns of committed tokens: 0 where a row's sequence has a token,
-            the lowest number of the dtype after its end.
+            the lowest number of the dtype after its end; [B or 1, K, S] if nodes see different columns.
         tree_mask: [B, K, R] bool, true at the ancestors of each node and at the node.
         groups: How many query heads share a key head. Their queries are stacked as rows of one head, so the mask of a
             node is repeated for each of them.
     """
     rows, count, _ = tree_mask.shape
     draft = torch.where(tree_mask, *_mask_values(committed.dtype, committed.device))
-    committed_mask = committed[:, None, None].expand(rows, groups, count, -1)
+    by_node = committed if committed.dim() == 3 else committed[:, None]
+    committed_mask = by_node[:, None].expand(rows, groups, count, -1)
     draft_mask = draft[:, None].expand(-1, groups, -1, -1)
     return torch.cat([committed_mask, draft_mask], dim=-1).flatten(1, 2)[:, None]
 

@@ -33,6 +33,8 @@ PIECE_ELSE = 128  # for all other dtypes
 # new shape of a product, so there should be few shapes.
 COLUMNS = {torch.bfloat16: 64}
 FUSED = 128  # rows and columns of a block in the mask of PyTorch's flex attention
+Drafted = int | tuple[int, ...]
+"""How many draft tokens a row sees besides its sequence; one number for each token, if a block of tokens follows it."""
 StepPairs = Sequence[tuple[Tensor, Tensor]]
 """Keys and values [k, S, w] of each draft step so far. Row i of a step is seen by wanted row i alone."""
 
@@ -57,7 +59,7 @@ class Spans:
     # the rows of each run, if they are neither consecutive nor strided
     scattered: tuple[list[int], ...] = ()
     # flex attention's masks that were made, by the number of draft steps that rows see besides their sequence
-    block_masks: dict[int, Any] = field(default_factory=dict)
+    block_masks: dict[Drafted, Any] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -151,36 +153,40 @@ class Spans:
         begins = torch.tensor([begin for begin, _, _ in self.runs])
         return upload(begins.repeat_interleave(torch.tensor(counts)), self.rows.device)
 
-    def block_mask(self, drafted: int) -> Any:
+    def block_mask(self, drafted: Drafted) -> Any:
         """Return flex attention's mask of the rows that each wanted row sees; it is made once.
 
         `drafted` is the number of draft steps whose keys each row sees besides its sequence. They take up part of a
-        window.
+        window. If it is a tuple, the heads are those of its tokens in turn.
         """
         drafted = drafted if self.window else 0
         if drafted not in self.block_masks:
             self.block_masks[drafted] = self._make_block_mask(drafted)
         return self.block_masks[drafted]
 
-    def _make_block_mask(self, drafted: int) -> Any:
+    def _make_block_mask(self, drafted: Drafted) -> Any:
         """Return a new mask for `block_mask`: a row sees its sequence up to itself, or its window of that."""
         rows = self.rows
         begins = self.begins
         window = self.window
+        by_token = (drafted,) if isinstance(drafted, int) else drafted
+        token_counts = upload(torch.tensor(by_token), rows.device)
+        fewest = min(by_token)
 
-        # flex attention calls this with scalar index tensors; `query` counts wanted rows, `row` counts all rows
+        # flex attention calls this with scalar index tensors; `query` by_token wanted rows, `row` by_token all rows
         def is_seen(batch: Tensor, head: Tensor, query: Tensor, row: Tensor) -> Tensor:
             is_past = (begins[query] <= row) & (row <= rows[query])
             if window is None:
                 return is_past
-            return is_past & ~window.hides(row, rows[query], begins[query], drafted)
+            count = fewest if len(by_token) == 1 else token_counts[head % len(by_token)]
+            return is_past & ~window.hides(row, rows[query], begins[query], count)
 
         if window is None:
             return create_block_mask(is_seen, None, None, len(rows), self.count, device=rows.device)
         # `create_block_mask` would make a mask of all rows and columns, which does not fit in memory for sequences that
         # are long enough to need windows. So the visible blocks are computed from the two ranges that each row sees,
         # its recent rows and its sinks; the ends of the ranges are [S] each.
-        recent_start = torch.maximum(rows - (window.recent - drafted) + 1, begins)
+        recent_start = torch.maximum(rows - (window.recent - fewest) + 1, begins)
         sinks_end = torch.minimum(begins + window.sinks, rows + 1)
         touched = _touched_blocks(recent_start, rows + 1, self.count) | _touched_blocks(
             begins, sinks_end, self.count
@@ -421,13 +427,14 @@ def _pairs(flat: Sequence[Tensor]) -> StepPairs:
 
 
 def split_pieces(
-    spans: Spans, drafted: int, like: Tensor, size: int | None = None
+    spans: Spans, drafted: Drafted, like: Tensor, size: int | None = None
 ) -> Iterator[tuple[slice, list[slice], Tensor]]:
     """Yield the wanted rows in pieces that attend in one matrix product.
 
     Args:
         spans: The wanted rows.
-        drafted: The number of draft steps that a row sees besides its sequence; they take up part of a window.
+        drafted: The number of draft steps that a row sees besides its sequence; they take up part of a window. If it
+            is a tuple, the mask of a window has a row for each of its tokens in place of a row of the piece.
         like: A tensor with the dtype and the device of the scores.
         size: The most rows of a piece; None for the best size of the dtype.
 
@@ -436,6 +443,7 @@ def split_pieces(
         [n, ..] of the last of these columns, minus infinity where a row does not see a column.
     """
     size = size or PIECE.get(like.dtype, PIECE_ELSE)
+    counts = (drafted,) if isinstance(drafted, int) else drafted
     done = 0
     for begin, row_indices in spans.split_runs(size):
         rows = slice(done, done + len(row_indices))
@@ -446,12 +454,14 @@ def split_pieces(
             yield rows, [slice(begin, end)], _hide_later(row_indices, end, like)
         else:
             # the columns that the piece as a whole sees; the mask hides from each row those beyond its own window
-            columns = spans.window.columns(begin, row_indices[0], end, drafted)
+            columns = spans.window.columns(begin, row_indices[0], end, min(counts))
             positions = torch.cat(
                 [torch.arange(part.start, part.stop, device=like.device) for part in columns]
             )
-            row = torch.tensor(row_indices, device=like.device)[:, None]
-            is_hidden = spans.window.hides(positions, row, begin, drafted) | (positions > row)
+            row = torch.tensor(row_indices).repeat_interleave(len(counts))[:, None]
+            count = torch.tensor(counts).repeat(len(row_indices))[:, None]
+            row, count = upload(row, like.device), upload(count, like.device)
+            is_hidden = spans.window.hides(positions, row, begin, count) | (positions > row)
             yield rows, columns, _additive(is_hidden, like.dtype)
 
 

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from eagle.drafters.blocks import block_spans
 from eagle.drafters.blocks.block_spans import attend_block, attend_block_flex
-from eagle.drafters.parts.spans import Spans
+from eagle.drafters.parts.spans import Drafted, Spans
+from eagle.drafters.parts.window import Window
 
 LENGTHS = (150, 7, 41)
 # rows at the start and end of a sequence, adjacent and far apart; a sequence without any
@@ -54,16 +56,24 @@ def attend_densely(
     own_key: Tensor,
     own_value: Tensor,
     causal: bool,
+    recent: int = 1000,
+    moves: bool = True,
 ) -> Tensor:
-    """Return [h, S, B, w], token by token: one softmax over the sequence so far and the block."""
+    """Return [h, S, B, w], token by token: one softmax over the sequence so far and the block.
+
+    With a window a token sees the `recent` latest positions, its own among them; or, if the window does not move with
+    the tokens, that many before the block.
+    """
     blocks: list[Tensor] = []
     begin = 0
     for length, anchors in zip(LENGTHS, ANCHORS, strict=True):
         for anchor in anchors:
             block = len(blocks)
-            text = slice(begin, begin + anchor + 1)
             outputs = []
             for token in range(SIZE):
+                # the block's first token has the position after the anchor's
+                first = anchor + 1 + token - (recent - 1) if moves else anchor + 1 - recent
+                text = slice(begin + max(first, 0), begin + anchor + 1)
                 visible = slice(0, token + 1 if causal else SIZE)
                 keys = torch.cat([key[:, text], own_key[:, block, visible]], dim=1)
                 values = torch.cat([value[:, text], own_value[:, block, visible]], dim=1)
@@ -109,6 +119,48 @@ def test_a_block_sees_its_sequence_and_itself(
     expected = output_and_gradients(lambda inputs: attend_densely(*inputs, causal=causal))
     for tensor, expected_tensor in zip(got, expected, strict=True):
         torch.testing.assert_close(tensor, expected_tensor)
+
+
+MOVING = tuple(range(1, 1 + SIZE))
+WINDOWS: list[tuple[int, bool, Drafted]] = [
+    (SIZE, True, MOVING),
+    (60, True, MOVING),
+    (1, False, (0,) * SIZE),
+    (60, False, (0,) * SIZE),
+]
+
+
+@pytest.mark.parametrize(("recent", "moves", "drafted"), WINDOWS)
+@pytest.mark.parametrize("piece", [3, 256])
+def test_a_window_hides_the_beginning(
+    spans: Spans,
+    recent: int,
+    moves: bool,
+    drafted: Drafted,
+    piece: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Output and gradients; and the fused kernel's output."""
+    monkeypatch.setattr(block_spans, "PIECE", {torch.float64: piece})
+    spans = replace(spans, window=Window(recent=recent), block_masks={})
+
+    def attend(inputs: list[Tensor]) -> Tensor:
+        own = (inputs[3], inputs[4])
+        return attend_block(*inputs[:3], spans, own, causal=True, drafted=drafted)
+
+    def densely(inputs: list[Tensor]) -> Tensor:
+        return attend_densely(*inputs, causal=True, recent=recent, moves=moves)
+
+    got = output_and_gradients(attend)
+    for tensor, expected_tensor in zip(got, output_and_gradients(densely), strict=True):
+        torch.testing.assert_close(tensor, expected_tensor)
+    # the path of accelerators, without gradients
+    inputs = [tensor.float() for tensor in make_inputs(grad=False)]
+    own = (inputs[3], inputs[4])
+    fused = attend_block_flex(
+        *inputs[:3], spans, own, causal=True, drafted=drafted, kernel=flex_attention
+    )
+    torch.testing.assert_close(fused, densely(inputs), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -17,6 +17,7 @@ from eagle.core.examples import Example, collate
 from eagle.drafters.blocks import block_spans
 from eagle.drafters.blocks.anchors import Anchors
 from eagle.drafters.blocks.dflash import DFlash
+from eagle.drafters.parts.window import Window
 from tests.naive_blocks import anchors_of, naive_loss
 from tests.unrolled_heads import (
     LONG,
@@ -42,6 +43,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "jetspec": JETSPEC,
     "no norms by head": {"qk_norm": False, "blocks": 1},
+    # sliding windows: as z-lab has them, in all blocks, as speculators trains, and with first tokens
+    "window": {"window": {"recent": 5}, "window_blocks": (0,), "causal": "window"},
+    "window, whole blocks": {"window": {"recent": 4}, "sample_from_anchor": True},
+    "window up to the root": {"window": {"recent": 4}, "window_end": "root", "causal": True},
+    "window, sinks": {"window": {"sinks": 2, "recent": 5}, "window_blocks": (1,)},
     "published": {"loss": "tokens"},
     "d_pace": {"loss": "tokens", "d_pace": True},
     "d_pace, by places": {
@@ -111,9 +117,10 @@ def test_loss_and_gradients_are_those_of_single_blocks(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_long_sequence_is_read_in_pieces() -> None:
+@pytest.mark.parametrize("name", ["jetspec", "window"])
+def test_a_long_sequence_is_read_in_pieces(name: str) -> None:
     """It has more anchors than attention reads at once."""
-    assert difference(new_head(**JETSPEC), LONG) < 1e-6
+    assert difference(new_head(**VARIANTS[name]), LONG) < 1e-6
 
 
 def test_a_look_at_the_future_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,6 +133,26 @@ def test_a_look_at_the_future_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(block_spans, "_pieces", hide_nothing)
     assert difference(new_head(blocks=1), {12: [(3, 5), (8, 12)], 6: [(2, 6)]}) > 1e-4
+
+
+@pytest.mark.parametrize(
+    "planted", [{"recent": 6}, {"recent": 4}, {"end": "root"}, {"blocks": (1,)}]
+)
+def test_a_wrong_window_is_seen(planted: dict[str, Any]) -> None:
+    """The comparison fails for a window off by one, of the other rule, or in another block."""
+    head = new_head(window={"recent": 5}, window_blocks=(0,))
+    texts = texts_of(SPANS, FP64)
+    frozen = frozen_head(FP64)
+    expected = naive(head, texts, frozen)
+    settings = head.settings
+    head.settings = settings.model_copy(
+        update={
+            "window": Window(recent=planted.get("recent", 5)),
+            "window_end": planted.get("end", "slot"),
+            "window_blocks": planted.get("blocks", (0,)),
+        }
+    )
+    assert apart(head, computed(head, collate(texts, TAPS), frozen), expected) > 1e-4
 
 
 # -- anchors ------------------------------------------------------------------------------------
@@ -205,9 +232,12 @@ def test_taps_are_the_published_ones() -> None:
         ({"taps": (2, 2)}, "for a target of 8 layers"),
         ({"taps": (2, 8)}, "to 7, or -1"),
         ({"mask_token": 97}, "mask_token is 97"),
+        ({"window": {"recent": 3}}, "window.recent is 3, expected at least slots, 4"),
+        ({"window": {"recent": 5}, "window_blocks": (2,)}, "expected some of 0 to 1"),
+        ({"causal": "window"}, "window is null"),
     ],
 )
 def test_wrong_settings_are_refused(settings: dict[str, Any], words: str) -> None:
-    """Taps twice or beyond the target's layers, and a token outside its vocabulary."""
+    """Taps twice or beyond the target's layers, a token outside its vocabulary, and windows that cannot be."""
     with pytest.raises(ValueError, match=words):
         new_head(**settings)

@@ -86,6 +86,10 @@ def check_states(head: Any) -> None:
         "jetspec",
         "from the anchor",
         "no norms by head",
+        "window",
+        "window, whole blocks",
+        "window up to the root",
+        "window, sinks",
     ],
 )
 def test_a_draft_reads_what_training_makes(name: str) -> None:
@@ -129,10 +133,11 @@ def likeliest_paths(log_probs: Tensor, nodes: int) -> list[tuple[float, tuple[in
 
 
 @pytest.mark.parametrize("nodes", [1, 60])
-def test_trees_hold_the_likeliest_paths(nodes: int) -> None:
+@pytest.mark.parametrize("settings", [JETSPEC, {"window": {"recent": 7}, "causal": "window"}])
+def test_trees_hold_the_likeliest_paths(nodes: int, settings: dict[str, Any]) -> None:
     """As JetSpec's heap does, at sharpness 1 and T = 0."""
     frozen = frozen_head(FP64)
-    head = new_head(slots=7, **JETSPEC).bind(frozen)
+    head = new_head(slots=7, **settings).bind(frozen)
     (text,) = texts_of({30: []}, FP64)
     assert text.features is not None
     features = text.features[:9, :-1]
