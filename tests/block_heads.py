@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from eagle.drafters.parts.window import Window
 from tests import foreign_heads as made
 from tests.block_layouts import DOMINO_SHAPES, MARKOV_SHAPES, block_shapes, injected_shapes
 
@@ -26,6 +27,12 @@ QWEN3 = {
     "block_size": 4,
     "use_sliding_window": False,
     "max_window_layers": 2,
+}
+# the first layer slides, as far as a window of nine
+SLIDING = {
+    "layer_types": ["sliding_attention", "full_attention"],
+    "use_sliding_window": True,
+    "sliding_window": 9,
 }
 # by the outputs of layers, where ours are named by inputs: taps 2, 4 and 6
 OUTPUTS = {"mask_token_id": 3, "target_layer_ids": [1, 3, 5]}
@@ -67,6 +74,7 @@ def speculators(kind: str = "dflash", **changed: Any) -> made.Head:
     }
     for key in ("rope_theta", "rope_scaling", "block_size"):
         del layers[key]
+    layers |= changed.pop("transformer_layer_config", {})
     config = {
         "architectures": ["DFlashSpeculator"],
         "speculators_model_type": kind,
@@ -235,6 +243,44 @@ LAYOUTS: dict[str, tuple[made.Head, str, dict[str, Any]]] = {
         zlab(dflash_config={"causal": True}),
         "z-lab/dflash",
         {"sample_from_anchor": False, "causal": True},
+    ),
+    # windows: of some layers, which are causal; of all, by keys of ModelOpt's; by the defaults of speculators
+    "z-lab, windows": (
+        zlab(**SLIDING),
+        "z-lab/dflash",
+        {
+            "window": Window(recent=9),
+            "window_blocks": (0,),
+            "causal": "window",
+            "window_end": "slot",
+        },
+    ),
+    "z-lab, free windows": (
+        zlab(**SLIDING, is_causal=False),
+        "z-lab/dflash",
+        {"window": Window(recent=9), "window_blocks": (0,), "causal": False},
+    ),
+    "ModelOpt, windows": (
+        zlab(
+            sliding_window=7, dflash_config={"use_swa": True, "swa_window_size": 8, "causal": False}
+        ),
+        "ModelOpt",
+        {"window": Window(recent=8), "window_blocks": None, "causal": False},
+    ),
+    "speculators, windows": (
+        speculators(transformer_layer_config={**SLIDING, "layer_types": ["sliding_attention"] * 2}),
+        "speculators",
+        {
+            "window": Window(recent=9),
+            "window_blocks": None,
+            "window_end": "root",
+            "causal": "window",
+        },
+    ),
+    "speculators, free windows": (
+        speculators(sliding_window_non_causal=True, transformer_layer_config=SLIDING),
+        "speculators",
+        {"window": Window(recent=9), "window_blocks": (0,), "window_end": "root", "causal": False},
     ),
     # no key says that drafts begin at the anchor: the class does
     "DeepSpec": (

@@ -192,6 +192,9 @@ class InjectedHead(CompiledParts, TrainableDrafter):
             "network": settings.kind,
             **{name: getattr(settings, name) for name in names},
         }
+        # `window` says the same as true where all blocks have one
+        if len({self.is_causal(index) for index in range(settings.blocks)}) == 1:
+            network["causal"] = self.is_causal(0)
         if settings.window is not None:
             blocks = [index for index in range(settings.blocks) if self.has_window(index)]
             window = {**asdict(settings.window), "blocks": blocks, "end": settings.window_end}

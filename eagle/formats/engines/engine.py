@@ -40,12 +40,11 @@ class Engine:
                 f"{self.name}: the head has {blocks} blocks, expected {network.max_blocks}: more were never run there"
             )
         layout = network.write(drafter, target_config, self.name)
-        # engines read the sliding window of EAGLE-3 heads alone: `_window_keys` refuses any other
+        # `_window_keys` refuses windows that the engine does not read
         window = drafter.network.get("window")
         if window:
-            layout = replace(
-                layout, config={**layout.config, **self._window_keys(network, window, blocks)}
-            )
+            keys = self._window_keys(network, window, blocks)
+            layout = replace(layout, config=network.with_window(layout.config, keys))
         if network.finish is None:
             return layout
         return network.finish(layout, drafter, target_config)
@@ -70,7 +69,7 @@ class Engine:
             advice = "with sinks: 0"
         else:
             reason = "this network's windows are unknown"
-            advice = "export EAGLE-3 without sinks to vllm"
+            advice = "export EAGLE-3 without sinks to vllm, DFlash to vllm, sglang or zlab"
         raise ValueError(
             f"{self.name}: drafter.window is {dict(window)}, and {reason} there: the head would read rows that it "
             f"never saw in training, and acceptance be lost in silence. Train without drafter.window, or {advice}"

@@ -235,12 +235,12 @@ from dflash.model import DFlashDraftModel  # of z-lab/dflash
 draft = DFlashDraftModel.from_pretrained("HEAD")
 ```
 
-Its own `dflash_generate` always lets a slot see its whole block: a head that was trained with `drafter.causal=true` is
-read so by engines alone (vLLM, llama.cpp).
+Its package 0.1.0 reads windows and `is_causal`. Older code always lets a slot see its whole block and context.
 
 Its heads say here what they say there; generation by that code was not run by this project.""",
             styles=ZLAB_STYLES,
             reads_causal=True,
+            reads_window=True,
         )
     },
     scalings=None,
@@ -280,6 +280,7 @@ draft = AutoDraftModel.from_pretrained("HEAD")
 
 Its heads say here what they say there; generation by that code was not run by this project.""",
             styles=styles,
+            reads_window=True,
         )
         for network, styles in ((DFLASH, ZLAB_STYLES), (DSPARK, SPECFORGE_STYLES))
     },
@@ -361,12 +362,16 @@ SPECULATORS = Engine(
             reads_embedding=True,
             finish=_nest_block,
         ),
-        DFLASH: InjectedLayout(
-            explain_serving("dflash", SPECULATORS_BLOCKS, cpu=False), styles=SPECULATORS_STYLES
-        ),
-        DSPARK: InjectedLayout(
-            explain_serving("dspark", SPECULATORS_BLOCKS, cpu=False), styles=SPECULATORS_STYLES
-        ),
+        **{
+            network: InjectedLayout(
+                explain_serving(network, SPECULATORS_BLOCKS, cpu=False),
+                styles=SPECULATORS_STYLES,
+                reads_window=True,
+                frees_windows=True,
+                trains_at_root=True,
+            )
+            for network in (DFLASH, DSPARK)
+        },
     },
     scalings=(*SCALINGS, "dynamic"),  # as vLLM, which reads it
 )

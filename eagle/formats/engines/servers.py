@@ -136,12 +136,16 @@ VLLM = Engine(
             reads_embedding=True,
         ),
         DFLASH: InjectedLayout(
-            explain_serving("dflash", VLLM_ONE_FORWARD), styles=ZLAB_STYLES, reads_causal=True
+            explain_serving("dflash", VLLM_ONE_FORWARD),
+            styles=ZLAB_STYLES,
+            reads_causal=True,
+            reads_window=True,
         ),
         DSPARK: InjectedLayout(
             explain_serving("dspark", VLLM_SECOND_RUNNER, cpu=False),
             styles=VANILLA_STYLES,
             reads_causal=True,
+            reads_window=True,
         ),
     },
     former_support={
@@ -160,6 +164,8 @@ VLLM = Engine(
         faults.MEDUSA_BIAS,
         faults.MEDUSA_COUNTS,
         faults.ANCHOR_UNSAID,
+        faults.WINDOW_MOVES,
+        faults.MIXED_CAUSAL,
     ),
 )
 
@@ -194,7 +200,10 @@ SGLANG = Engine(
             SGLANG_SERVE.replace("METHOD", "EAGLE3"), switches=("fc_norm", "norm_output")
         ),
         DFLASH: InjectedLayout(
-            SGLANG_BLOCKS.replace("METHOD", "DFLASH").replace("MORE", ""), styles=ZLAB_STYLES
+            SGLANG_BLOCKS.replace("METHOD", "DFLASH").replace("MORE", ""),
+            styles=ZLAB_STYLES,
+            reads_causal=True,
+            reads_window=True,
         ),
         DSPARK: InjectedLayout(
             SGLANG_BLOCKS.replace("METHOD", "DSPARK").replace(
@@ -202,6 +211,8 @@ SGLANG = Engine(
             ),
             styles={(kind, True): deepspec_config for kind in MARKOV_KINDS} | DOMINO_STYLES,
             needs_confidence=True,
+            reads_causal=True,
+            reads_window=True,
         ),
     },
     ignored_rotary=("attention_factor",),
@@ -211,6 +222,7 @@ SGLANG = Engine(
         faults.ROPE_THETA_NESTED,
         faults.FUSED_BIAS,
         faults.LAYER_COUNT,
+        faults.SWA_UNREAD,
     ),
 )
 

@@ -13,8 +13,10 @@ from eagle.formats.networks.block_layouts import (
     DFLASH,
     DOMINO_INPUT,
     DSPARK,
+    FULL,
     GRU,
     MARKOV,
+    SLIDING,
 )
 from eagle.formats.networks.network import ROTARY, Network, keep_names, list_settings
 from eagle.formats.reading import faults
@@ -50,8 +52,9 @@ FLAT_NAMES = {
     "markov_head.joint_proj.*": "joint_proj.*",
     "confidence_head.proj.*": "confidence_proj.*",
 }
-FOREIGN_KEYS = (  # of dflash_config, which change what is computed
-    *("use_swa", "attention_value_scale", "conv_kernel_size", "selector_rank", "output_multiplier"),
+FOREIGN_KEYS = (  # of any section, which change what is computed
+    *("attention_value_scale", "attention_sink_bias", "add_swa_attention_sink_bias"),
+    *("conv_kernel_size", "selector_rank", "output_multiplier"),
     *("final_logit_softcapping", "input_embedding_scale"),
 )
 MODELOPT_KEYS = {"use_swa", "use_confidence_head"}  # which ModelOpt alone writes
@@ -96,7 +99,7 @@ def _read_blocks(head: HeadFolder, anchor_key: str, predicts_next: bool) -> Conf
         "slots": slots or 2,  # any valid number, as the problem above prevents an import
         "sample_from_anchor": _read_anchor(head, anchor_key, predicts_next),
         "intermediate_size": head.shape["intermediate_size"],
-        "causal": bool(_first_given(keys.read("is_causal"), head.nested.read("causal"))),
+        **_read_window(head, blocks),
         "mask_token": _read_mask(head),
     }
 
@@ -117,9 +120,9 @@ def _find_layout(head: HeadFolder) -> str:
 def _list_refused(head: HeadFolder) -> dict[str, bool]:
     """Return the settings that no block head of this project has, each with whether the config has it."""
     keys, block, nested = head.sections
-    slides = "sliding_attention" in (block.read("layer_types") or []) or bool(
-        block.read("use_sliding_window")
-    )
+    types = set(block.read("layer_types") or [])
+    # without layer_types, readers differ in which layers slide
+    is_open = bool(block.read("use_sliding_window")) and not (types or nested.read("use_swa"))
     draft_vocab = keys.read("draft_vocab_size")
     width = keys.read("target_hidden_size")
     # keys that do not matter, or that other functions read, must not count as unknown
@@ -129,18 +132,54 @@ def _list_refused(head: HeadFolder) -> dict[str, bool]:
     keys.handled |= {
         "quantization_config",
         "num_anchors",
-        "sliding_window_non_causal",
         "speculators_config",
     }
     nested.handled |= {"projector_type", "attention_mode", "confidence_head_alpha"}
     return {
         "hidden_act": block.read("hidden_act") not in (None, "silu"),
-        "layer_types": slides,
+        "layer_types": bool(types - {FULL, SLIDING}) or is_open,
         "draft_vocab_size": draft_vocab not in (None, head.shape["vocab_size"]),
         "target_hidden_size": width not in (None, head.shape["hidden_size"]),
         "quantization_config": bool(keys.values.get("quantization_config")),
-        **{name: bool(nested.values.get(name)) for name in FOREIGN_KEYS},
+        **{
+            name: any(section.values.get(name) for section in head.sections)
+            for name in FOREIGN_KEYS
+        },
     }
+
+
+def _read_window(head: HeadFolder, blocks: int) -> Config:
+    """Return the settings of a head's sliding windows, and whether slots see only earlier slots of their block.
+
+    Args:
+        head: The checkpoint.
+        blocks: The number of its transformer blocks.
+    """
+    keys, block, nested = head.sections
+    types = block.read("layer_types") or [FULL] * blocks
+    size = _first_given(nested.read("swa_window_size"), block.read("sliding_window"))
+    indices = [index for index, kind in enumerate(types) if kind == SLIDING]
+    # ModelOpt leaves layer_types as they were, and all layers slide
+    if nested.read("use_swa"):
+        indices = list(range(blocks))
+    if len(types) != blocks:
+        head.problem(f"config.json: {len(types)} layer_types for {blocks} layers", FROM_RUN)
+    if indices and size is None:
+        head.problem("config.json: layers slide, and no sliding_window says how far", FROM_RUN)
+    non_causal = keys.read("sliding_window_non_causal")
+    causal = _first_given(block.read("is_causal"), keys.read("is_causal"), nested.read("causal"))
+    if not indices or size is None:
+        return {"causal": bool(causal)}
+    # by default a layer with a window is causal and one without is not, except where speculators says otherwise
+    if causal is None:
+        causal = False if non_causal else "window"
+    window: Config = {"window": {"recent": size}, "causal": causal}
+    if len(indices) < blocks:
+        window["window_blocks"] = tuple(indices)
+    if head.layout == SPECULATORS:
+        window["window_end"] = "root"
+        head.notes.append(f"window_end root: speculators trains on the {size} tokens before a root")
+    return window
 
 
 def _read_taps(head: HeadFolder, blocks: int) -> tuple[int, ...]:
@@ -329,7 +368,15 @@ def _side(head: HeadFolder, name: str, dim: int) -> int:
 
 
 def _find_faults(head: HeadFolder) -> Iterator[FoundFault]:
-    """Yield a fault if the config does not say which token a slot predicts, as engines have different defaults."""
+    """Yield what engines read differently: windows, and which token a slot predicts if the config does not say it."""
+    window = head.settings.get("window")
+    if window and head.nested.values.get("use_swa"):
+        yield report(faults.SWA_UNREAD, size=window["recent"])
+    if window and head.settings.get("window_end") == "root":
+        yield report(faults.WINDOW_MOVES)
+    is_mixed = bool(head.settings.get("window_blocks")) and head.settings["causal"] == "window"
+    if is_mixed and head.layout == SPECULATORS and head.method == DFLASH:
+        yield report(faults.MIXED_CAUSAL)
     if (
         head.layout == SPECULATORS
         and head.method != DFLASH

@@ -28,6 +28,12 @@ CONFIDENCE = "confidence_head.proj.weight"
 MARKOV = "markov_head.markov_w1.weight"
 DOMINO_INPUT = "embed_proj.0.weight"
 GRU = "prefix_gru.weight_hh_l0"
+# how configs of transformers name the two kinds of layers
+FULL = "full_attention"
+SLIDING = "sliding_attention"
+WINDOW_AT_ROOT = """
+
+The head was trained with `drafter.window_end: root`: here its slot j sees j + 1 tokens less of the context."""
 # (head, the target's config) -> config.json in one project's style
 Style = Callable[[TrainableDrafter, Any], Config]
 
@@ -57,18 +63,29 @@ def _qwen3_config(drafter: TrainableDrafter, target_config: TargetConfig, **more
         target_config: The target's config.
         more: Further keys, of one style.
     """
-    blocks = drafter.shape.num_hidden_layers
+    head: Any = drafter
+    blocks = head.shape.num_hidden_layers
+    window = head.settings.window
     # full attention is stated in three ways (the types, the window, max_window_layers), for old and new readers
     entries = {
         "model_type": "qwen3",
-        "layer_types": ["full_attention"] * blocks,
-        "use_sliding_window": False,
-        "sliding_window": None,
+        "layer_types": [SLIDING if head.has_window(index) else FULL for index in range(blocks)],
+        "use_sliding_window": window is not None,
+        "sliding_window": window and window.recent,
         "max_window_layers": blocks,
         "num_target_layers": target_config.num_hidden_layers,
         "block_size": drafter.settings.slots,
     }
+    # without this key readers take layers that slide for causal ones, and no others
+    if not _is_causal_by_window(head):
+        entries["is_causal"] = head.is_causal(0)
     return llama_config(drafter, target_config, **entries, **more)
+
+
+def _is_causal_by_window(head: Any) -> bool:
+    """Return whether just those transformer blocks are causal that have a window."""
+    blocks = range(head.settings.blocks)
+    return all(head.is_causal(index) == head.has_window(index) for index in blocks)
 
 
 def _nested_config(
@@ -104,10 +121,11 @@ def _markov_keys(drafter: TrainableDrafter) -> Config:
 
 def zlab_config(drafter: TrainableDrafter, target_config: TargetConfig) -> Config:
     """Return z-lab's config of DFlash, for heads whose first slot reads the root and predicts nothing."""
-    causal = bool(drafter.settings.causal)
-    return _nested_config(
-        drafter, target_config, "DFlashDraftModel", causal=causal, sample_from_anchor=False
-    )
+    more = {"sample_from_anchor": False}
+    # for all layers alike, so that it is left out where only those that slide are causal
+    if drafter.network["causal"] != "window":
+        more["causal"] = drafter.network["causal"]
+    return _nested_config(drafter, target_config, "DFlashDraftModel", **more)
 
 
 def deepspec_config(drafter: TrainableDrafter, target_config: TargetConfig) -> Config:
@@ -119,8 +137,6 @@ def deepspec_config(drafter: TrainableDrafter, target_config: TargetConfig) -> C
         **_markov_keys(drafter),
     }
     entries["dspark_bonus_anchor"] = not entries["sample_from_anchor"]  # which vLLM reads instead
-    if drafter.settings.causal:
-        entries["is_causal"] = True
     return _qwen3_config(drafter, target_config, architectures=["Qwen3DSparkModel"], **entries)
 
 
@@ -175,7 +191,7 @@ def speculators_config(drafter: TrainableDrafter, target_config: TargetConfig) -
         "block_size": drafter.settings.slots,
         "mask_token_id": mask_of(drafter),
         "aux_hidden_state_layer_ids": sorted(drafter.taps),
-        "sliding_window_non_causal": True,
+        "sliding_window_non_causal": not drafter.settings.causal,
         "sample_from_anchor": bool(drafter.settings.sample_from_anchor),
         **markov,
         "tie_word_embeddings": False,
@@ -236,7 +252,10 @@ class InjectedLayout(NetworkLayout):
     max_blocks: int = 64  # all readers take any number
     # by the settings `markov` and `sample_from_anchor`
     styles: Mapping[tuple[str, bool], Style] = field(default_factory=dict)
-    reads_causal: bool = False  # whether it can attend causally within a block
+    reads_causal: bool = False  # whether a key makes all layers causal, or none
+    # whether layers that slide may see their whole block; else a layer is causal if it slides
+    frees_windows: bool = False
+    trains_at_root: bool = False  # whether windows end at the root, as `window_end` has it
     needs_confidence: bool = False  # whether it refuses a DSpark head without a confidence
     # whether the files hold copies of the target's embedding and LM head
     brings_copies: bool = False
@@ -256,15 +275,20 @@ class InjectedLayout(NetworkLayout):
                 EMBEDDING: embedding_of(drafter, engine),
                 OUTPUT: output_of(drafter, engine),
             }
+        at_root = drafter.settings.window and drafter.settings.window_end == "root"
         return Layout(
             style(drafter, target_config),
             tensors,
-            self.serve,
+            self.serve + (WINDOW_AT_ROOT if at_root and not self.trains_at_root else ""),
             max_depth=_count_levels(drafter),
             one_forward=True,
             # without causal attention each slot reads all masks of its block, so that their number matters
             fixed_length=not drafter.settings.causal,
         )
+
+    def with_window(self, config: Config, window_keys: Config) -> Config:
+        """Return the config as it is, as it names the window of each layer already."""
+        return config
 
     def _choose_style(self, settings: Any, engine: str) -> Style:
         """Return the style of config for these settings; ValueError if readers would take the head for another kind."""
@@ -297,10 +321,13 @@ class InjectedLayout(NetworkLayout):
                 f"{engine}: drafter.qk_norm is false, and the blocks of this layout norm queries and keys: no exporter "
                 "has a layout for it; train with drafter.qk_norm=true"
             )
-        if drafter.settings.causal and not self.reads_causal:
+        is_read = self.reads_causal or (self.frees_windows and not drafter.settings.causal)
+        if not is_read and not _is_causal_by_window(drafter):
             raise ValueError(
-                f"{engine}: drafter.causal is true, and a slot sees its whole block there: acceptance would be lost in "
-                "silence. Export to zlab, vllm or llamacpp, or train with drafter.causal=false"
+                f"{engine}: drafter.causal is {str(drafter.settings.causal).lower()}, and there a slot sees only "
+                "earlier slots in layers with a window, and its whole block in others: acceptance would be lost in "
+                "silence. Export to zlab, vllm, sglang or llamacpp, or train with drafter.causal=false, or =window "
+                "with a window"
             )
 
     def _check_confidence(self, drafter: TrainableDrafter, engine: str, is_domino: bool) -> None:

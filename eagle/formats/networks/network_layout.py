@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from eagle.core.drafter import TrainableDrafter
-from eagle.formats.layout import Layout, TargetConfig, scale_of
+from eagle.formats.layout import Config, Layout, TargetConfig, scale_of
 
 MASK_HIDDEN = "mask_hidden"
 
@@ -80,6 +80,10 @@ class NetworkLayout:
     finish: Callable[[Layout, TrainableDrafter, Any], Layout] | None = None
     # (head, the target's config, the engine's name) -> its layout
     writer: Callable[[Any, Any, str], Layout] | None = None
+
+    def with_window(self, config: Config, window_keys: Config) -> Config:
+        """Return a head's config with the keys for its window."""
+        return {**config, **window_keys}
 
     def write(self, drafter: TrainableDrafter, target_config: TargetConfig, engine: str) -> Layout:
         """Return the layout of a head; ValueError with the settings that the engine cannot serve."""

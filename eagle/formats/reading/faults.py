@@ -147,6 +147,18 @@ ANCHOR_UNSAID = Fault(
     "sample_from_anchor is not written: some readers take true and others false, and every token stands one place off",
     "Write it, or export again",
 )
+SWA_UNREAD = Hint(
+    "use_swa alone makes its layers slide: without it they attend to the whole context, and not to {size} tokens",
+    "Write layer_types, sliding_window and is_causal, or import it and export it again",
+)
+WINDOW_MOVES = Hint(
+    "speculators trains all slots on the window of the root: slot j sees j + 1 tokens less of the context",
+    "It costs little where the window is much longer than a block",
+)
+MIXED_CAUSAL = Hint(
+    "some layers slide: vLLM makes all layers of such a head causal, and those that do not slide were not trained so",
+    "Import it and export it to vllm",
+)
 
 ORDINARY_MASK = Hint(
     "mask_token is {token}, an ordinary token of the target: trainers take one that no text has",

@@ -31,6 +31,7 @@ UNKNOWN = "unknown"
 EMBEDDING = "embed_tokens.weight"
 OUTPUT = "lm_head.weight"
 FOREIGN_TENSORS = {  # what no network here has
+    r".*\.attention_sink_bias$": "attention sinks (a learned logit of each head)",
     r"parallel_draft_heads\.": "a Medusa head",
     r".*\.(kv_a_proj_with_mqa|kv_a_layernorm|kv_b_proj|q_a_\w+|q_b_proj)\.": "multi-head latent attention",
     r".*\.mlp\.(experts|gate\.|shared_expert)": "a mixture of experts",

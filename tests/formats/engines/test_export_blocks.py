@@ -22,6 +22,8 @@ from tests.formats.make_heads import assert_equal, borrow_from, random_head
 H = made.H
 V = made.V
 INJECTED = {"taps": [2, 4, 7], "blocks": BLOCKS, "slots": 6, "mask_token": 5}
+# of the first block, which alone is causal
+WINDOWS = {"window": {"recent": 9}, "window_blocks": [0], "causal": "window"}
 DFLASH = {"kind": "dflash", **INJECTED}
 ANCHORED = {**DFLASH, "sample_from_anchor": True}
 DSPARK = {"kind": "dspark", **INJECTED, "rank": 4, "markov": "vanilla", "confidence": True}
@@ -30,11 +32,18 @@ PEAGLE = {"kind": "peagle", "taps": [2, 4, 6], "blocks": 3, "mask_token": 5}
 HEADS: dict[str, dict[str, Any]] = {
     "dflash": DFLASH,
     "dflash, causal": {**DFLASH, "causal": True},
+    "dflash, windows": {**DFLASH, **WINDOWS},
+    "dflash, causal windows": {**DFLASH, "window": {"recent": 9}, "causal": True},
+    "dflash, windows and free blocks": {**DFLASH, **WINDOWS, "causal": False},
+    "dflash, all causal": {**DFLASH, **WINDOWS, "causal": True},
+    "dflash, windows at the root": {**DFLASH, **WINDOWS, "window_end": "root"},
+    "dflash, windows with sinks": {**DFLASH, **WINDOWS, "window": {"sinks": 1, "recent": 9}},
     "dflash from the anchor": ANCHORED,
     "dflash of one block": {**DFLASH, "blocks": 1, "slots": 2},
     "dflash of taps in no order": {**DFLASH, "taps": [7, 2, 4]},
     "dspark": DSPARK,
     "dspark, causal": {**DSPARK, "causal": True},
+    "dspark, windows": {**DSPARK, **WINDOWS},
     "dspark without confidence": {**DSPARK, "confidence": False},
     "dspark in its places": {**DSPARK, "sample_from_anchor": False},
     "dspark, gated": {**DSPARK, "markov": "gated"},
@@ -52,12 +61,19 @@ HEADS: dict[str, dict[str, Any]] = {
 # the exporters that take each head
 TAKERS = {
     "dflash": "vllm sglang trtllm llamacpp speculators zlab specforge",
-    "dflash, causal": "vllm llamacpp zlab",
+    "dflash, causal": "vllm sglang llamacpp zlab",
+    "dflash, windows": "vllm sglang speculators zlab specforge",
+    "dflash, causal windows": "vllm sglang speculators zlab specforge",
+    "dflash, windows and free blocks": "vllm sglang speculators zlab",
+    "dflash, all causal": "vllm sglang zlab",
+    "dflash, windows at the root": "vllm sglang speculators zlab specforge",
+    "dflash, windows with sinks": "",
     "dflash from the anchor": "speculators deepspec",
     "dflash of one block": "vllm zlab speculators",
     "dflash of taps in no order": "vllm zlab speculators",
     "dspark": "vllm sglang trtllm llamacpp speculators deepspec specforge",
-    "dspark, causal": "vllm llamacpp",
+    "dspark, causal": "vllm sglang llamacpp",
+    "dspark, windows": "vllm sglang speculators specforge",
     "dspark without confidence": "vllm trtllm llamacpp speculators deepspec specforge",
     "dspark in its places": "vllm llamacpp speculators",
     "dspark, gated": "sglang speculators deepspec specforge",
@@ -124,8 +140,15 @@ def test_an_export_comes_back_as_it_was(name: str, tmp_path: Path) -> None:
                 token, state = tensors["eh_proj.weight"].chunk(2, dim=1)
                 tensors["eh_proj.weight"] = torch.cat([state, token], dim=1)
         else:
-            assert loaded.network == head.network
+            assert without_window_end(loaded) == without_window_end(head)
         assert_equal(tensors, dict(expected))
+
+
+def without_window_end(head: Any) -> dict[str, Any]:
+    """Return a head's network; which rule a window was trained with is the layout's, and no config says it."""
+    network = dict(head.network)
+    window = network.pop("window", {})
+    return {**network, **{key: value for key, value in window.items() if key != "end"}}
 
 
 @torch.no_grad()
@@ -154,7 +177,8 @@ def test_no_other_exporter_takes_it(name: str) -> None:
     head = head_of(name)
     settings = HEADS[name]
     # which a refusal may name
-    switches = {"sample_from_anchor", "causal", "fc_norm", "confidence", "markov"} & settings.keys()
+    names = {"sample_from_anchor", "causal", "window", "fc_norm", "confidence", "markov"}
+    switches = names & settings.keys()
     if settings["kind"] == "dflash":
         switches.add("sample_from_anchor")
     reasons = [f"no layout for '{settings['kind']}'", "own family alone"]
@@ -226,6 +250,42 @@ def test_what_an_export_needs_of_the_target() -> None:
         ValueError, match=r"deepspec: a copy of the target's embedding .* call bind"
     ):
         EXPORTERS["deepspec"](head, TARGET)
+
+
+# what configs say of each block's attention, by head: vLLM's order is is_causal, then causal, then by layer
+STATED: dict[str, dict[str, Any]] = {
+    "dflash": {"causal": False},
+    "dflash, causal": {"is_causal": True, "causal": True},
+    "dflash, windows": {},
+    "dflash, causal windows": {"causal": True},
+    "dflash, windows and free blocks": {"is_causal": False, "causal": False},
+    "dflash, all causal": {"is_causal": True, "causal": True},
+}
+
+
+@pytest.mark.parametrize("name", STATED)
+def test_configs_state_windows_and_causal_blocks(name: str) -> None:
+    """By the keys that engines read, in the order in which they read them."""
+    config = EXPORTERS["vllm"](head_of(name), TARGET).config
+    stated = {**config["dflash_config"], **config}
+    for key in ("is_causal", "causal"):
+        assert (key in stated, stated.get(key)) == (key in STATED[name], STATED[name].get(key))
+    kinds = ["full_attention"] * BLOCKS
+    if "window" in HEADS[name]:
+        kinds = ["sliding_attention"] * BLOCKS
+        if "window_blocks" in HEADS[name]:
+            kinds[1:] = ["full_attention"] * (BLOCKS - 1)
+        assert (config["sliding_window"], config["use_sliding_window"]) == (9, True)
+    assert config["layer_types"] == kinds
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "speculators", "zlab"])
+def test_the_readme_says_that_a_window_is_shorter_there(engine: str) -> None:
+    """Engines move it with the slots; what was trained on the root's window sees less."""
+    words = "slot j sees j + 1 tokens less"
+    assert words not in EXPORTERS[engine](head_of("dflash, windows"), TARGET).serve
+    serve = EXPORTERS[engine](head_of("dflash, windows at the root"), TARGET).serve
+    assert (words in serve) == (engine != "speculators")
 
 
 def test_a_layer_for_mimo_is_served_by_vllm() -> None:

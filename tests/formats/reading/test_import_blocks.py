@@ -15,6 +15,7 @@ from eagle.formats.reading.foreign import import_head, inspect, read_head
 from tests import foreign_heads as made
 from tests.block_heads import (
     LAYOUTS,
+    SLIDING,
     deepspec,
     domino,
     dspark,
@@ -72,6 +73,7 @@ def test_every_tensor_is_read(name: str, tmp_path: Path) -> None:
     assert "equal" in message or not unused
 
 
+MIXED = speculators(transformer_layer_config=SLIDING), "", {}
 NO_IDS = change_head(
     zlab(),
     {"dflash_config/target_layer_ids": None, "fc.weight": made.drawn(H, 2 * H)},
@@ -125,6 +127,7 @@ def test_the_mask_of_a_draft_vocabulary_follows_from_its_offsets(tmp_path: Path)
 IDS = "dflash_config/target_layer_ids"
 MASK = "dflash_config/mask_token_id"
 MTP_LAYER = "model.mtp_layers.1.input_proj.weight"
+SINK = "layers.1.self_attn.attention_sink_bias"
 LATENT = "model.layers.3.self_attn.kv_a_proj_with_mqa.weight"
 EXPERT = "model.layers.3.mlp.experts.0.up_proj.weight"
 BOTH_ANCHORS = {"sample_from_anchor": True, "dspark_bonus_anchor": True}
@@ -132,13 +135,18 @@ BOTH_ANCHORS = {"sample_from_anchor": True, "dspark_bonus_anchor": True}
 DAMAGED: list[tuple[str, dict[str, Any], str]] = [
     ("z-lab", {MASK: None}, "no mask_token_id"),
     ("z-lab", {MASK: V}, f"has {V} tokens"),
-    ("z-lab", {"dflash_config/use_swa": True}, "use_swa is True"),
+    ("z-lab", {"dflash_config/use_swa": True}, "no sliding_window says how far"),
+    ("z-lab", {"use_sliding_window": True, "layer_types": None}, "layer_types is"),
+    ("z-lab, windows", {"sliding_window": 3}, "window.recent is 3, expected at least slots, 4"),
+    ("z-lab, windows", {"layer_types": ["sliding_attention"]}, "1 layer_types for 2 layers"),
+    ("z-lab, windows", {"layer_types": ["chunked_attention"] * 2}, "layer_types is"),
+    ("z-lab", {SINK: made.drawn(2)}, "attention sinks"),
+    ("z-lab", {"dflash_config/attention_sink_bias": True}, "attention_sink_bias is True"),
     ("z-lab", {IDS: [1, 3, 8]}, "behind the last"),
     ("z-lab", {IDS: [1, 3]}, "expected [16, 32]"),
     ("z-lab", {"block_size": None}, "no block_size"),
     ("z-lab", {"num_key_value_heads": 3}, "heads cannot share 3 key-value heads"),
     ("z-lab", {"num_hidden_layers": 3}, "says 3 layers, the file holds 2"),
-    ("z-lab", {"layer_types": ["sliding_attention"] * 2}, "layer_types is"),
     ("z-lab", {"d2t": torch.arange(9)}, "unknown tensors: d2t"),
     ("z-lab", {"layers.0.self_attn.q_proj.bias": made.drawn(16)}, "q_proj.bias"),
     ("z-lab", {"fc.weight": lambda weight: weight.fill_(torch.nan)}, "not finite"),
@@ -209,6 +217,26 @@ def test_a_mask_row_beside_a_head_is_refused(head: made.Head, tmp_path: Path) ->
     assert inspect(folder).fatal
     assert_refused(folder, "mask_embedding.pt lies beside it")
     assert not marker.exists()
+
+
+READ_OTHERWISE = [
+    ("ModelOpt, windows", "use_swa alone makes its layers slide", "SGLang"),
+    ("speculators, windows", "slot j sees j + 1 tokens less of the context", "vLLM"),
+    ("speculators, mixed windows", "vLLM makes all layers of such a head causal", "vLLM"),
+]
+
+
+@pytest.mark.parametrize(("name", "words", "engine"), READ_OTHERWISE)
+def test_windows_that_engines_read_otherwise_are_named(
+    name: str, words: str, engine: str, tmp_path: Path
+) -> None:
+    """Keys that an engine does not read, another window in training, and layers that become causal."""
+    for other, (head, _, _) in {**LAYOUTS, "speculators, mixed windows": MIXED}.items():
+        if other in (name, "z-lab, windows", "z-lab"):
+            found = str(inspect(made.write(tmp_path / other.replace("/", " "), head)))
+            lines = [line for line in found.splitlines() if words in line]
+            assert bool(lines) == (other == name)
+            assert all(f"[{engine}]" in line for line in lines)
 
 
 def test_rotary_positions_of_halves_are_read(tmp_path: Path) -> None:
