@@ -11,7 +11,7 @@ from torch import Tensor
 from data_prep.read_once import open_cache
 from eagle.core.examples import Example, most_frequent, token_counts
 from eagle.data.identity import data_identity, folder_of
-from eagle.drafters.recurrent.reduced_vocab import save_draft_vocab
+from eagle.drafters.parts.reduced_vocab import save_draft_vocab
 from eagle.formats.reading.files import parse_json
 from eagle.log import script
 from eagle.recipe import Recipe, TargetSection

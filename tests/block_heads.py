@@ -230,6 +230,17 @@ def domino(**changed: Any) -> made.Head:
     return config, {**fill(injected_shapes()), **fill(DOMINO_SHAPES, "logit_head.")}
 
 
+def reduced(head: made.Head) -> made.Head:
+    """Return a head of speculators that drafts a part of the vocabulary, by the target's rows of these tokens."""
+    config, tensors = head
+    tensors = {**tensors, **made.vocabulary(), "lm_head.weight": lm_head()[made.drafts()]}
+    bias = "markov_head.markov_w2.weight"
+    if bias in tensors:
+        # the bias is of the tokens that can be drafted, and reads any token
+        tensors[bias] = tensors[bias][: made.D].clone()
+    return {**config, "draft_vocab_size": made.D}, tensors
+
+
 # a head, the name of its layout, and settings that it has
 LAYOUTS: dict[str, tuple[made.Head, str, dict[str, Any]]] = {
     # ids of layers are of outputs, our taps of inputs: one more each
@@ -281,6 +292,16 @@ LAYOUTS: dict[str, tuple[made.Head, str, dict[str, Any]]] = {
         speculators(sliding_window_non_causal=True, transformer_layer_config=SLIDING),
         "speculators",
         {"window": Window(recent=9), "window_blocks": (0,), "window_end": "root", "causal": False},
+    ),
+    "speculators, draft vocabulary": (
+        reduced(speculators()),
+        "speculators",
+        {"draft_vocab": made.D, "sample_from_anchor": False},
+    ),
+    "speculators' DSpark, draft vocabulary": (
+        reduced(speculators_dspark()),
+        "speculators",
+        {"draft_vocab": made.D, "markov": "vanilla"},
     ),
     # no key says that drafts begin at the anchor: the class does
     "DeepSpec": (

@@ -109,6 +109,14 @@ def weigh_levels(settings: Any, probs: Tensor) -> Tensor:
     return torch.tensor([math.exp(-level / decay) for level in range(len(probs))])
 
 
+def draft_tokens(head: Any) -> list[int]:
+    """Return the tokens that a head can draft, in ascending order."""
+    if head.drafts is None:
+        return list(range(head.shape.vocab_size))
+    tokens: list[int] = head.t2d.nonzero()[:, 0].tolist()
+    return tokens
+
+
 def naive_loss(
     head: Any, weights: Weights, anchors: Iterable[Anchor], frozen: TargetHead
 ) -> Tensor:
@@ -128,13 +136,23 @@ def naive_loss(
         read = text.features[:root, : len(settings.taps)]
         # the text before the root is known, and the levels up to the first gap count
         states = level_states(head, weights, read, text.tokens[root], frozen=frozen)[:reached]
-        q = frozen.logits(states).softmax(-1)
-        p = frozen.logits(text.features[root : root + reached, -1]).softmax(-1)
-        tokens = text.tokens[root + 1 : root + 1 + reached]
+        # a head with a draft vocabulary knows its tokens alone, and the target's law is cut to them
+        drafts = draft_tokens(head)
+        q = frozen.logits(states)[:, drafts].softmax(-1)
+        p = frozen.logits(text.features[root : root + reached, -1])[:, drafts].softmax(-1)
+        tokens = text.tokens[root + 1 : root + 1 + reached].tolist()
+        inside = torch.tensor([token in drafts for token in tokens])
+        tokens = [drafts.index(token) if token in drafts else 0 for token in tokens]
         likely = q[range(reached), tokens]
+        if settings.d_pace:
+            # what cannot be drafted ends a draft
+            likely = torch.where(inside, likely, -1.0)
         losses = -likely.log() if settings.loss == "tokens" else FORMULAS[settings.loss](p, q)
         # the weights may follow what the head itself finds likely
         level_weights = weigh_levels(settings, likely)
+        if settings.loss == "tokens":
+            level_weights = level_weights * inside
+            losses = torch.where(inside, losses, 0.0)
         for level in range(reached):
             terms.append((0, level, level_weights[level], losses[level]))
         begins += 1

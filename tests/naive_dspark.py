@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from eagle.core.drafter import TargetHead
 from eagle.core.examples import Batch
-from tests.naive_blocks import level_states
+from tests.naive_blocks import draft_tokens, level_states
 from tests.naive_divisors import Term, divide_terms
 
 
@@ -49,6 +50,9 @@ def divergence(settings: Any, logits: Tensor, p: Tensor, token: int) -> Tensor:
     """Return the weighted distance from the target's probs p, and the surprise at the text's own token."""
     # total variation times two
     distance = (p - logits.softmax(-1)).abs().sum()
+    # a token that cannot be drafted
+    if token < 0:
+        return settings.distance * distance
     return settings.distance * distance - settings.likelihood * logits.log_softmax(-1)[token]
 
 
@@ -88,20 +92,23 @@ def level_loss(
     return loss
 
 
+def split_texts(head: Any, batch: Batch) -> Iterator[tuple[Tensor, ...]]:
+    """Yield each text's tokens, loss mask, taps and the teacher's states."""
+    taps = batch.select_taps(head.taps)
+    columns = (batch.tokens, batch.loss_mask, taps, batch.select_taps((-1,))[:, 0])
+    yield from zip(*(column.split(batch.lengths) for column in columns), strict=True)
+
+
 def naive_loss(head: Any, batch: Batch, frozen: TargetHead) -> Tensor:
     """Return the loss of the blocks before every supervised token."""
     settings = head.settings
     weights = dict(head.named_parameters())
+    drafts = draft_tokens(head)
+    # a token that cannot be drafted has no row
+    row_of = dict(zip(drafts, range(len(drafts)), strict=True))
     terms: list[Term] = []
     anchors = 0
-    columns = (
-        batch.tokens,
-        batch.loss_mask,
-        batch.select_taps(head.taps),
-        batch.select_taps((-1,))[:, 0],
-    )
-    texts = zip(*(column.split(batch.lengths) for column in columns), strict=True)
-    for tokens, mask, taps, teacher in texts:
+    for tokens, mask, taps, teacher in split_texts(head, batch):
         for first in mask.nonzero()[:, 0].tolist():
             if first < 2:  # nothing is known before the root
                 continue
@@ -111,7 +118,7 @@ def naive_loss(head: Any, batch: Batch, frozen: TargetHead) -> Tensor:
             )
             # a text's end is filled up with any token, as no level there counts
             before = [*tokens.tolist(), *[0] * len(states)][first - 1 : first - 1 + len(states)]
-            plain = frozen.logits(states)
+            plain = frozen.logits(states)[:, drafts]
             bias = biases(head, states, before, frozen).expand_as(plain)
             for level in range(len(states)):
                 position = first + level
@@ -122,8 +129,8 @@ def naive_loss(head: Any, batch: Batch, frozen: TargetHead) -> Tensor:
                     states[level],
                     plain[level],
                     bias[level],
-                    p=frozen.logits(teacher[position - 1]).softmax(-1),
-                    tokens=[before[level], int(tokens[position])],
+                    p=frozen.logits(teacher[position - 1])[drafts].softmax(-1),
+                    tokens=[before[level], row_of.get(int(tokens[position]), -1)],
                     late=batch.progress,
                 )
                 weight = math.exp(-level / settings.decay)

@@ -31,7 +31,7 @@ from eagle.device import in_dtype
 from eagle.disk import write_tensors, write_text, write_whole
 from eagle.drafters import DRAFTERS, stored_settings
 from eagle.drafters.outside import METHOD_FILE, PLACE_AND_CLASS, code_text, describe_code
-from eagle.drafters.recurrent.reduced_vocab import load_draft_vocab
+from eagle.drafters.parts.reduced_vocab import load_draft_vocab
 from eagle.drafters.several import FirstOf
 from eagle.formats.layout import check_fit
 from eagle.formats.reading.files import (
@@ -45,7 +45,7 @@ from eagle.formats.reading.files import (
     read_text,
 )
 from eagle.target.target import Target
-from eagle.target.weights.packed import PackedHead, pack_head
+from eagle.target.weights.packed import narrow_packed
 
 WEIGHTS = "model.safetensors"
 HEAD_OPTIONS = ["draft_vocab"]  # options of `load_drafter` for the folder of a head
@@ -492,6 +492,11 @@ def restrict_drafts(head: TrainableDrafter, draft_vocab: str) -> None:
             f"draft_vocab is {draft_vocab}, and {kind} does not draft by the target's LM head alone: expected one of "
             f"{', '.join(_names_that_borrow())}; others choose their draft vocabulary before they are trained"
         )
+    if head.drafts is not None:
+        raise ValueError(
+            f"draft_vocab is {draft_vocab}, and this {kind} was trained with a draft vocabulary of {len(head.drafts)} "
+            "tokens: leave the option out"
+        )
     _, t2d = load_draft_vocab(draft_vocab)
     (frozen,) = head.frozen
     vocab_size = len(frozen.weight)
@@ -501,11 +506,7 @@ def restrict_drafts(head: TrainableDrafter, draft_vocab: str) -> None:
             "make one with this target's recipe by `eagle prepare --only draft-vocab`"
         )
     tokens = t2d.nonzero()[:, 0].to(frozen.weight.device)
-    narrowed = frozen.narrow(tokens)
-    # if the target's LM head was packed into oneDNN's layout, which a CPU reads faster, pack these rows too
-    if isinstance(frozen.output, PackedHead):
-        pack_head(narrowed.output)
-    head.frozen = (narrowed,)
+    head.frozen = (narrow_packed(frozen, tokens),)
     head.drafts = tokens
 
 

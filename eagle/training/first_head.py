@@ -11,7 +11,7 @@ from eagle.core.drafter import TrainableDrafter
 from eagle.core.examples import Features
 from eagle.data.identity import differences
 from eagle.drafters import DRAFTERS
-from eagle.drafters.recurrent.reduced_vocab import load_draft_vocab
+from eagle.drafters.parts.reduced_vocab import load_draft_vocab
 from eagle.formats.checkpoint import load_head
 from eagle.recipe import Recipe
 from eagle.target.borrowed import Borrowed

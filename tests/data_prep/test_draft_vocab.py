@@ -19,8 +19,8 @@ from data_prep.tokens import load_tokenizer, tokenize_data
 from eagle import Target
 from eagle.core.examples import Example, most_frequent
 from eagle.data.identity import data_identity
+from eagle.drafters.parts.reduced_vocab import load_draft_vocab, save_draft_vocab
 from eagle.drafters.recurrent.eagle3 import Eagle3
-from eagle.drafters.recurrent.reduced_vocab import load_draft_vocab, save_draft_vocab
 from eagle.recipe import Recipe
 from eagle.training.first_head import first_head
 

@@ -13,7 +13,7 @@ from eagle import Budget, Sampling, Target, generate, load_drafter
 from eagle.core.drafter import TrainableDrafter
 from eagle.core.tree import chain_paths
 from eagle.drafters import DRAFTERS, settings_of
-from eagle.drafters.recurrent.reduced_vocab import save_draft_vocab
+from eagle.drafters.parts.reduced_vocab import save_draft_vocab
 from eagle.formats.checkpoint import restrict_drafts, save_pretrained
 
 # one head for each class that borrows its logits

@@ -50,11 +50,16 @@ class DFlash(InjectedHead):
         """
         settings = self.settings
         anchors, states = self.read_anchors(batch, frozen)
-        tokens = anchors.tokens_of(batch)  # [A, K]
+        # tokens are counted as rows of the draft vocabulary; those outside of it are no labels
+        tokens, in_vocab = self.find_drafts(anchors.tokens_of(batch))  # [A, K]
+        head = self.output_head(frozen)
+        reached = anchors.reached
+        if settings.loss == "tokens" or settings.d_pace:
+            reached = reached & in_vocab
         # L = sum_ak w_k * CE(q_ak) / divisor, with w_k = e^(-k / decay), or D-PACE's weights
-        weights = anchors.reached * self.level_shares(batch)
+        weights = reached * self.level_shares(batch)
         if settings.d_pace:
-            paces = pace_levels(states, tokens, anchors.reached, frozen)  # [A, K]
+            paces = pace_levels(states, tokens, reached, head)  # [A, K]
             # With the divisor "weights" the loss is divided by the sum of the paces of all batches of a step. Training
             # first calls this with `count` for each batch, and sums the results to `batch.divisors`. 1e-9 avoids a
             # division by zero.
@@ -71,13 +76,13 @@ class DFlash(InjectedHead):
         objective = Objective()
         if settings.loss != "tokens":
             teacher = anchors.states_before(batch)
-            teacher_head = frozen
+            teacher_head = head
             objective = Objective(settings.loss)
         total, _ = distillation_loss(
             states.flatten(0, 1)[None],
             teacher.flatten(0, 1),
             weights.flatten()[None],
-            (frozen, teacher_head),
+            (head, teacher_head),
             objective=objective,
             dtype=frozen.weight.dtype,
         )

@@ -31,6 +31,7 @@ from eagle.drafters.parts.objectives import (
     SequenceTokens,
     distillation_loss,
 )
+from eagle.drafters.parts.reduced_vocab import draft_vocab_size
 from eagle.drafters.parts.scoring import DraftRequest
 
 
@@ -42,7 +43,8 @@ class MarkovBias(nn.Module):
     def __init__(self, shape: HeadShape, rank: int) -> None:
         super().__init__()
         self.markov_w1 = nn.Embedding(shape.vocab_size, rank)
-        self.markov_w2 = nn.Linear(rank, shape.vocab_size, bias=False)
+        # the token before may be any, the bias is of those that can be drafted
+        self.markov_w2 = nn.Linear(rank, draft_vocab_size(shape), bias=False)
         # a small standard deviation, so that logits are at first almost those of the target's LM head
         nn.init.normal_(self.markov_w1.weight, std=0.02)
         nn.init.normal_(self.markov_w2.weight, std=0.02)
@@ -269,7 +271,7 @@ class DSpark(InjectedHead):
             self.embed_proj = nn.Sequential(
                 nn.Linear(width + settings.gru_size, rank, bias=False),
                 nn.SiLU(),
-                nn.Linear(rank, shape.vocab_size, bias=False),
+                nn.Linear(rank, draft_vocab_size(shape), bias=False),
             )
         elif settings.markov != "none":
             self.markov_head = MARKOV[settings.markov](shape, rank)
@@ -353,12 +355,13 @@ class DSpark(InjectedHead):
         anchors, states = self.read_anchors(batch, frozen)
         hidden = self.read_levels(batch, anchors, states, frozen)
         weights = anchors.reached * self.level_shares(batch)
+        output = self.output_head(frozen)
         total, overlaps = self.compare(
-            batch, anchors, hidden, weights, heads=(self.lm_head(frozen), frozen)
+            batch, anchors, hidden, weights, heads=(self.lm_head(output), output)
         )
         if self.prefix_gru is not None:
             # Domino first learns to predict without the bias, and gradually with it
-            unbiased, _ = self.compare(batch, anchors, states, weights, heads=(frozen, frozen))
+            unbiased, _ = self.compare(batch, anchors, states, weights, heads=(output, output))
             total = batch.progress * total + (1 - batch.progress) * unbiased
         losses = {"total": total, "draft_probs": total.detach()}
         if self.confidence_head is not None:
@@ -396,7 +399,10 @@ class DSpark(InjectedHead):
         settings = self.settings
         # filled by the loss, which writes to a view of it
         overlaps = torch.zeros_like(weights, dtype=torch.promote_types(hidden.dtype, weights.dtype))
-        sequence_tokens = SequenceTokens(anchors.tokens_of(batch).flatten(), overlaps.view(1, -1))
+        tokens, in_vocab = self.find_drafts(anchors.tokens_of(batch).flatten())
+        # the target's probs are cut to the draft vocabulary, and tokens outside of it have no likelihood
+        mask = None if self.own_drafts is None else in_vocab
+        sequence_tokens = SequenceTokens(tokens, overlaps.view(1, -1), mask)
         # sum |p - q| is twice the total variation
         objective = Objective("tv", weight=2 * settings.distance, tokens=settings.likelihood)
         total, _ = distillation_loss(

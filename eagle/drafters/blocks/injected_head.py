@@ -47,6 +47,7 @@ from eagle.drafters.parts.divisors import (
 )
 from eagle.drafters.parts.growth import level_rows
 from eagle.drafters.parts.objectives import LanguageHead
+from eagle.drafters.parts.reduced_vocab import ReducedVocab, choose_draft_vocab
 from eagle.drafters.parts.scoring import DraftRequest
 from eagle.drafters.parts.spans import Spans
 from eagle.drafters.parts.text_blocks import (
@@ -62,6 +63,7 @@ from eagle.drafters.parts.text_state import text_bytes
 from eagle.drafters.parts.validation import validate_batch
 from eagle.drafters.parts.window import Window
 from eagle.recipe import Section
+from eagle.target.weights.packed import narrow_packed
 
 ANCHORS_AT_ONCE = 256  # anchors whose blocks are read in one forward in validation
 
@@ -92,6 +94,8 @@ class InjectedSettings(Section):
     linears: Linears = "uniform"
     anchors: int = Field(512, ge=1)  # slots of a sequence from which blocks are trained
     decay: float | None = Field(7.0, gt=0)  # level d has the weight e^(-d / decay) in the loss
+    # so many of the most frequent tokens are drafted, or those in a file of data_prep.draft_vocab; by default all
+    draft_vocab: int | str | None = None
     # of the loss: the sum of the weights, or "reached": how many tokens have one
     divisor: Divisor = "weights"
 
@@ -114,7 +118,7 @@ class InjectedSettings(Section):
         return self
 
 
-class InjectedHead(CompiledParts, TrainableDrafter):
+class InjectedHead(CompiledParts, ReducedVocab, TrainableDrafter):
     """(the target's features of a sequence, root, mask tokens) -> a state for each slot, read by the target's LM head.
 
     In every transformer block a slot attends to the fused features of the tokens before the root, as keys and values,
@@ -138,6 +142,7 @@ class InjectedHead(CompiledParts, TrainableDrafter):
         self.norm = Norm(width, shape.rms_norm_eps)
         self.layers: Any = nn.ModuleList([NormedBlock(shape) for _ in range(settings.blocks)])
         self.rotary = Rotary(shape)
+        self.add_tables(shape)
 
     @classmethod
     def taps_for(cls, settings: InjectedSettings, target_config: Any) -> tuple[int, ...]:
@@ -161,7 +166,8 @@ class InjectedHead(CompiledParts, TrainableDrafter):
     ) -> Any:
         """Return a new head with the target's sizes, and defaults for taps and mask token if the settings have none.
 
-        `frozen` and `supervised` are not used.
+        The most frequent of `supervised`, the supervised tokens of each sequence, become the draft vocabulary if the
+        settings give its size. `frozen` is not used.
         """
         # by default the mask token is the last of the vocabulary, which may be a filler that no sequence has
         last = target_config.vocab_size - 1
@@ -174,12 +180,16 @@ class InjectedHead(CompiledParts, TrainableDrafter):
         sizes = (
             {"intermediate_size": settings.intermediate_size} if settings.intermediate_size else {}
         )
+        drafts = choose_draft_vocab(settings.draft_vocab, supervised, last + 1)
+        if len(drafts) <= last:
+            sizes["draft_vocab_size"] = len(drafts)
         shape = head_shape(
             target_config, num_hidden_layers=settings.blocks, qk_norm=settings.qk_norm, **sizes
         )
         # a checkpoint says which taps and mask token were chosen
         derived = {"taps": cls.taps_for(settings, target_config), "mask_token": mask}
         head = cls(settings.model_copy(update=derived), shape)
+        head.fill_tables(drafts)
         draw_linears(head, settings.linears)
         return head
 
@@ -253,8 +263,21 @@ class InjectedHead(CompiledParts, TrainableDrafter):
         tokens[..., 0] = roots
         return frozen.embed(tokens).to(self.dtype)
 
+    def bind(self, frozen: TargetHead) -> InjectedHead:
+        """Give the head the target's embedding and LM head, of which it takes the rows of its draft vocabulary."""
+        drafts = self.own_drafts
+        super().bind(frozen if drafts is None else narrow_packed(frozen, drafts))
+        return self
+
+    def output_head(self, frozen: TargetHead) -> TargetHead:
+        """Return the target's head with the rows of the draft vocabulary alone, for training and validation."""
+        # once the head is bound, it may be asked with the rows that `bind` has taken
+        if self.frozen and frozen is self.frozen[0]:
+            return frozen
+        return self.narrow_once(frozen, self.own_drafts)
+
     def logits(self, state: Tensor, frozen: TargetHead) -> Tensor:
-        """Return the logits [.., V] that the target's LM head gives for states [.., H]."""
+        """Return the logits [.., V or D] that the target's LM head gives for states [.., H]."""
         # flat, as a product of a three-dimensional tensor may copy the matrix
         return frozen.logits(state.flatten(0, -2)).unflatten(0, state.shape[:-1])
 
@@ -393,8 +416,12 @@ class InjectedHead(CompiledParts, TrainableDrafter):
 
         `eagle.drafters.parts.validation.figures` makes figures of them. `trees` are fixed trees by name.
         """
-        states, students = zip(*self.draft_levels(batch, frozen, self.levels), strict=True)
-        return validate_batch(batch, states, (students, frozen.logits), trees)
+        states, (student, *_) = zip(*self.draft_levels(batch, frozen, self.levels), strict=True)
+
+        def logits(state: Tensor) -> Tensor:
+            return self.on_all_tokens(student(state))
+
+        return validate_batch(batch, states, ([logits] * len(states), frozen.logits), trees)
 
     def draft_levels(
         self,
@@ -419,7 +446,7 @@ class InjectedHead(CompiledParts, TrainableDrafter):
             else self.fc.weight.new_empty(0, self.levels, self.shape.hidden_size)
         )
         level_states = self.read_levels(batch, anchors, states, frozen)
-        head = self.lm_head(frozen)
+        head = self.lm_head(self.output_head(frozen))
         return [(state, head.logits) for state in level_states.unbind(1)[:levels]]
 
     # -- drafting -----------------------------------------------------------------------------------------------------

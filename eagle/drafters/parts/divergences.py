@@ -40,20 +40,39 @@ class Objective:
     tokens: float = 0.0  # weight of the cross-entropy with the sequences' tokens, which is added to the divergence
 
 
-def compare_with(teacher: Tensor, objective: Objective, tokens: Tensor | None = None) -> Compare:
+def compare_with(
+    teacher: Tensor,
+    objective: Objective,
+    tokens: Tensor | None = None,
+    known: Tensor | None = None,
+) -> Compare:
     """Return the function that compares a student with a teacher.
 
     Args:
         teacher: The teacher's probs [R, V], or the tokens [R] to predict.
         objective: The divergence and its weights.
         tokens: The sequences' tokens [R], which get the weight `objective.tokens`; None to leave them out.
+        known: [R] bool, whether a token gets it; None for all.
     """
     if not teacher.is_floating_point():
         return _likelihood(teacher[:, None], objective.weight)
     compare = COMPARE[objective.kind](teacher, objective)
     if tokens is None:
         return compare
-    return _add_likelihood(compare, _likelihood(tokens[:, None], objective.tokens))
+    likelihood = _likelihood(tokens[:, None], objective.tokens)
+    if known is not None:
+        likelihood = _mask_rows(likelihood, known)
+    return _add_likelihood(compare, likelihood)
+
+
+def _mask_rows(compare: Compare, known: Tensor) -> Compare:
+    """Return a comparison whose losses and gradients are 0 in the rows that are not known [R]."""
+
+    def loss_and_grad(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        loss, grad = compare(logits, probs)
+        return loss * known, grad * known[:, None]
+
+    return loss_and_grad
 
 
 def _add_likelihood(divergence: Compare, likelihood: Compare) -> Compare:

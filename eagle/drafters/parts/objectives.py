@@ -142,6 +142,7 @@ class SequenceTokens:
     tokens: Tensor  # [S], the sequence's token at each row
     # [K, S], written by the loss: the overlap sum min(p, q) of student and teacher
     overlaps: Tensor
+    known: Tensor | None = None  # [S] bool, whether the loss learns the token; None for all
 
 
 def choose_teacher(
@@ -432,7 +433,8 @@ class _ChunkDistiller:
         chunk_tokens = None
         if self.settings.sequence_tokens is not None:
             tokens = self.settings.sequence_tokens
-            chunk_tokens = SequenceTokens(tokens.tokens[rows], tokens.overlaps[:, rows])
+            known = None if tokens.known is None else tokens.known[rows]
+            chunk_tokens = SequenceTokens(tokens.tokens[rows], tokens.overlaps[:, rows], known)
         wide = torch.promote_types(student.dtype, torch.float32)
         losses = _loss_and_grad_(
             logits_by_step, teacher, wide, self.settings.objective, chunk_tokens
@@ -508,8 +510,11 @@ def _loss_and_grad_(
         target = teacher[rows]
         if teacher.is_floating_point():
             target = target.softmax(-1, dtype=wide)
-        tokens = None if sequence_tokens is None else sequence_tokens.tokens[rows]
-        compare = compare_with(target, objective, tokens)
+        tokens = known = None
+        if sequence_tokens is not None:
+            tokens = sequence_tokens.tokens[rows]
+            known = None if sequence_tokens.known is None else sequence_tokens.known[rows]
+        compare = compare_with(target, objective, tokens, known)
         for step, step_logits in enumerate(logits):
             student = step_logits[rows].to(wide)
             probs = student.softmax(-1)

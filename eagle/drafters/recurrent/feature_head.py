@@ -29,8 +29,8 @@ from eagle.drafters.parts.objectives import (
     feature_regression,
     step_weights,
 )
+from eagle.drafters.parts.reduced_vocab import count_frequent
 from eagle.drafters.parts.window import Window
-from eagle.drafters.recurrent.reduced_vocab import count_frequent
 from eagle.drafters.recurrent.unroll import UnrolledDrafter
 
 # tokens: longer sequences get less noise than the setting, in proportion to their length

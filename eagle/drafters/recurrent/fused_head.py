@@ -23,7 +23,7 @@ from eagle.drafters.parts.decoder_block import (
     head_shape,
 )
 from eagle.drafters.parts.objectives import Kind
-from eagle.drafters.recurrent.reduced_vocab import count_frequent, load_draft_vocab
+from eagle.drafters.parts.reduced_vocab import choose_draft_vocab, draft_vocab_size
 from eagle.drafters.recurrent.unroll import UnrolledDrafter
 from eagle.recipe import Section
 from eagle.target.weights.packed import PackedHead, pack_head
@@ -54,9 +54,6 @@ class FusedHead(UnrolledDrafter):
 
     settings: FusedSettings
     teacher_taps = (-1,)
-    # both tables are missing if the draft vocabulary is the target's
-    d2t: Tensor  # [D], what to add to a draft token's id to get the target's id
-    t2d: Tensor  # [V] bool, whether a target token is in the draft vocabulary
 
     def __init__(self, settings: FusedSettings, shape: HeadShape) -> None:
         super().__init__(settings, shape)
@@ -72,13 +69,9 @@ class FusedHead(UnrolledDrafter):
         first_block = TwoNormBlock(shape, settings.norm_before_residual)
         self.layers = nn.ModuleList([first_block, *more_blocks])
         self.norm = Norm(width, eps)
-        draft_vocab_size = getattr(shape, "draft_vocab_size", None) or shape.vocab_size
-        self.lm_head = nn.Linear(width, draft_vocab_size, bias=False)
+        self.lm_head = nn.Linear(width, draft_vocab_size(shape), bias=False)
         self.lm_head.weight.requires_grad_(settings.train_lm_head)
-        # inference engines read both tables, and only from heads whose vocabulary is smaller than the target's
-        if draft_vocab_size < shape.vocab_size:
-            self.register_buffer("d2t", torch.zeros(draft_vocab_size, dtype=torch.long))
-            self.register_buffer("t2d", torch.zeros(shape.vocab_size, dtype=torch.bool))
+        self.add_tables(shape)
         self.rotary = Rotary(shape)
 
     @property
@@ -118,15 +111,13 @@ class FusedHead(UnrolledDrafter):
             supervised: The supervised tokens of each sequence; the most frequent become the draft vocabulary if the
                 settings give its size.
         """
-        drafts = _draft_vocabulary(settings.draft_vocab, supervised, target_config.vocab_size)
+        drafts = choose_draft_vocab(settings.draft_vocab, supervised, target_config.vocab_size)
         shape = head_shape(target_config, draft_vocab_size=len(drafts), **cls.sizes(settings))
         head = cls(
             settings.model_copy(update={"taps": cls.taps_for(settings, target_config)}), shape
         )
         draw_linears(head, settings.linears)
-        if head.drafts is not None:
-            head.d2t.copy_(drafts - torch.arange(len(drafts)))
-            head.t2d[drafts] = True
+        head.fill_tables(drafts)
         # queries that start as keys let a token attend to itself, which random queries learn late
         if settings.queries == "keys":
             head.layers[0].self_attn.start_from_keys()
@@ -147,13 +138,6 @@ class FusedHead(UnrolledDrafter):
         return (
             {"intermediate_size": settings.intermediate_size} if settings.intermediate_size else {}
         )
-
-    @property
-    def drafts(self) -> Tensor | None:  # type: ignore[override]
-        """[D], the draft vocabulary; None for all tokens."""
-        if "d2t" not in self._buffers:
-            return None
-        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     def bind(self, frozen: TargetHead) -> FusedHead:
         """Give the head the target's embedding and LM head, which it needs to draft.
@@ -197,26 +181,3 @@ class FusedHead(UnrolledDrafter):
     def logits(self, state: Tensor, frozen: TargetHead) -> Tensor:
         """Return the logits [.., D] of the head's own LM head."""
         return self.lm_head(self.norm(state))
-
-
-def _draft_vocabulary(
-    requested: int | str | None, supervised: Iterable[Tensor] | None, vocab_size: int
-) -> Tensor:
-    """Return the draft vocabulary as target tokens [D], in ascending order.
-
-    Args:
-        requested: None for all tokens, a number for the most frequent tokens, or the path of a draft vocabulary file.
-        supervised: The supervised tokens of each sequence, whose frequencies are counted.
-        vocab_size: V.
-    """
-    if requested is None:
-        return torch.arange(vocab_size)
-    if isinstance(requested, int):
-        return count_frequent(supervised, requested, vocab_size, key="drafter.draft_vocab")
-    _, t2d = load_draft_vocab(requested)
-    if len(t2d) != vocab_size:
-        raise ValueError(
-            f"{requested} was made for a vocabulary of {len(t2d)}, this target has {vocab_size}: make it again with "
-            "`eagle prepare --only draft-vocab`"
-        )
-    return t2d.nonzero()[:, 0]

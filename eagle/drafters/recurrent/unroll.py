@@ -19,6 +19,7 @@ from eagle.core.examples import Batch
 from eagle.core.tree import Paths
 from eagle.drafters.parts.decoder_block import Cache, Rotary
 from eagle.drafters.parts.growth import level_rows
+from eagle.drafters.parts.reduced_vocab import ReducedVocab
 from eagle.drafters.parts.spans import Spans
 from eagle.drafters.parts.text_blocks import (
     CompiledParts,
@@ -45,7 +46,7 @@ class Unrolled:
     places: Tensor  # [S], the index of each supervised slot among all tokens
 
 
-class UnrolledDrafter(CompiledParts, TrainableDrafter):
+class UnrolledDrafter(CompiledParts, ReducedVocab, TrainableDrafter):
     """A head whose level reads a token and the state of the level before, the first level a state of the target.
 
     A level is a stack of blocks. The first reads token and state, which subclasses fuse in two ways:
@@ -57,20 +58,6 @@ class UnrolledDrafter(CompiledParts, TrainableDrafter):
     layers: Any  # the blocks of a level
     # captures draft loops of fixed shapes, such as `capture_cuda`; None to run them uncaptured
     capture: Capture | None = None
-    # The target's head, and the same head cut to some tokens, once it is made. They are in a tuple, so that torch does
-    # not register the target's modules as parts of this one.
-    narrowed: tuple[TargetHead, ...] = ()
-
-    def narrow_once(self, frozen: TargetHead, tokens: Tensor | None) -> TargetHead:
-        """Return the target's LM head with only the rows of these tokens; the whole head for None.
-
-        A head always passes the same tokens: it is cut once for a target.
-        """
-        if tokens is None:
-            return frozen
-        if not self.narrowed or self.narrowed[0] is not frozen:
-            self.narrowed = frozen, frozen.narrow(tokens)
-        return self.narrowed[1]
 
     @property
     def stack(self) -> dict[str, Any]:
@@ -245,7 +232,7 @@ class UnrolledDrafter(CompiledParts, TrainableDrafter):
         states = self.level_states(batch, frozen, steps)
 
         def logits(state: Tensor) -> Tensor:
-            return self._on_all_tokens(self.logits(state, frozen))
+            return self.on_all_tokens(self.logits(state, frozen))
 
         return validate_batch(batch, states, ([logits] * len(states), frozen.logits), trees)
 
@@ -264,14 +251,6 @@ class UnrolledDrafter(CompiledParts, TrainableDrafter):
     def level_states(self, batch: Batch, frozen: TargetHead, levels: int) -> list[Tensor]:
         """Return each level's states [S, H] at all supervised slots."""
         return self.unroll(batch, frozen, levels).states
-
-    def _on_all_tokens(self, logits: Tensor) -> Tensor:
-        """Return logits of the draft vocabulary [.., D] as [.., V], with minus infinity at all other tokens."""
-        if self.drafts is None:
-            return logits
-        all_logits = logits.new_full((*logits.shape[:-1], self.shape.vocab_size), -torch.inf)
-        all_logits[..., self.drafts] = logits
-        return all_logits
 
     # -- drafting -----------------------------------------------------------------------------------------------------
 

@@ -369,6 +369,7 @@ SPECULATORS = Engine(
                 reads_window=True,
                 frees_windows=True,
                 trains_at_root=True,
+                reads_draft_vocab=True,
             )
             for network in (DFLASH, DSPARK)
         },

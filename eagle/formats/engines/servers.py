@@ -140,12 +140,14 @@ VLLM = Engine(
             styles=ZLAB_STYLES,
             reads_causal=True,
             reads_window=True,
+            reads_draft_vocab=True,
         ),
         DSPARK: InjectedLayout(
             explain_serving("dspark", VLLM_SECOND_RUNNER, cpu=False),
             styles=VANILLA_STYLES,
             reads_causal=True,
             reads_window=True,
+            reads_draft_vocab=True,
         ),
     },
     former_support={
@@ -223,6 +225,7 @@ SGLANG = Engine(
         faults.FUSED_BIAS,
         faults.LAYER_COUNT,
         faults.SWA_UNREAD,
+        faults.D2T_UNREAD,
     ),
 )
 

@@ -18,6 +18,12 @@ from eagle.formats.networks.block_layouts import (
     MARKOV,
     SLIDING,
 )
+from eagle.formats.networks.layers_and_tokens import (
+    INDICES,
+    check_draft_vocab,
+    make_vocab_tensor,
+    may_lack_mask,
+)
 from eagle.formats.networks.network import ROTARY, Network, keep_names, list_settings
 from eagle.formats.reading import faults
 from eagle.formats.reading.config_keys import short
@@ -39,7 +45,7 @@ ZLAB = "z-lab/dflash"
 DEEPSPEC = "deepseek-ai/DeepSpec"
 SPECFORGE = "sgl-project/SpecForge"
 DFLASH_NAMES = keep_names(
-    "layers.#.*", "fc.weight", "hidden_norm.weight", "norm.weight", EMBEDDING, OUTPUT
+    *("layers.#.*", "fc.weight", "hidden_norm.weight", "norm.weight", EMBEDDING, OUTPUT, *INDICES)
 )
 DSPARK_NAMES = {
     **DFLASH_NAMES,
@@ -83,6 +89,7 @@ def _read_blocks(head: HeadFolder, anchor_key: str, predicts_next: bool) -> Conf
     blocks = max(compare_count(head, layers, count, "layers"), 1)
     # the blocks are those of Qwen3, which norms queries and keys
     head.overrides = {"num_hidden_layers": blocks, "qk_norm": True}
+    draft_vocab = _read_draft_vocab(head)
     head.refuse(refused, "block")
     if has(head.path, MASK_ROW):
         head.problem(
@@ -101,6 +108,7 @@ def _read_blocks(head: HeadFolder, anchor_key: str, predicts_next: bool) -> Conf
         "intermediate_size": head.shape["intermediate_size"],
         **_read_window(head, blocks),
         "mask_token": _read_mask(head),
+        "draft_vocab": draft_vocab,
     }
 
 
@@ -123,7 +131,6 @@ def _list_refused(head: HeadFolder) -> dict[str, bool]:
     types = set(block.read("layer_types") or [])
     # without layer_types, readers differ in which layers slide
     is_open = bool(block.read("use_sliding_window")) and not (types or nested.read("use_swa"))
-    draft_vocab = keys.read("draft_vocab_size")
     width = keys.read("target_hidden_size")
     # keys that do not matter, or that other functions read, must not count as unknown
     head.mark_handled(
@@ -138,7 +145,6 @@ def _list_refused(head: HeadFolder) -> dict[str, bool]:
     return {
         "hidden_act": block.read("hidden_act") not in (None, "silu"),
         "layer_types": bool(types - {FULL, SLIDING}) or is_open,
-        "draft_vocab_size": draft_vocab not in (None, head.shape["vocab_size"]),
         "target_hidden_size": width not in (None, head.shape["hidden_size"]),
         "quantization_config": bool(keys.values.get("quantization_config")),
         **{
@@ -146,6 +152,27 @@ def _list_refused(head: HeadFolder) -> dict[str, bool]:
             for name in FOREIGN_KEYS
         },
     }
+
+
+def _read_draft_vocab(head: HeadFolder) -> int | None:
+    """Return the number of tokens that a head can draft, None for all; `head.draft_vocab_size` has it in any case."""
+    vocab_size = head.shape["vocab_size"]
+    size = head.keys.read("draft_vocab_size") or vocab_size
+    if size > vocab_size:
+        head.problem(
+            f"config.json: draft_vocab_size is {size}, the vocabulary has {vocab_size}",
+            "Correct it",
+        )
+    head.draft_vocab_size = min(size, vocab_size)
+    if head.draft_vocab_size == vocab_size:
+        return None
+    head.overrides["draft_vocab_size"] = size
+    return int(size)
+
+
+def _settle(head: HeadFolder, taps: tuple[int, ...] | None, norm_output: str | None) -> list[str]:
+    """Return notes on the draft vocabulary; ValueError if it cannot be right."""
+    return check_draft_vocab(head)
 
 
 def _read_window(head: HeadFolder, blocks: int) -> Config:
@@ -374,6 +401,8 @@ def _find_faults(head: HeadFolder) -> Iterator[FoundFault]:
         yield report(faults.SWA_UNREAD, size=window["recent"])
     if window and head.settings.get("window_end") == "root":
         yield report(faults.WINDOW_MOVES)
+    if head.draft_vocab_size < head.shape["vocab_size"]:
+        yield report(faults.D2T_UNREAD)
     is_mixed = bool(head.settings.get("window_blocks")) and head.settings["causal"] == "window"
     if is_mixed and head.layout == SPECULATORS and head.method == DFLASH:
         yield report(faults.MIXED_CAUSAL)
@@ -412,6 +441,11 @@ DFLASH_HEADS = Network(
     read_settings=partial(_read_blocks, anchor_key="sample_from_anchor", predicts_next=False),
     spellings=((ZLAB, DFLASH_NAMES),),
     ignored={**ROTARY, r"verifier_(norm|lm_head)\.weight": "training alone reads it"},
+    optional={"d2t": ("draft_vocab_size",), "t2d": ("vocab_size",)},
+    remedies={"d2t": "Without it, the draft's numbers are no tokens: export it"},
+    may_lack=may_lack_mask,
+    settle=_settle,
+    make_tensor=make_vocab_tensor,
     find_faults=_find_faults,
     list_facts=_list_facts,
 )

@@ -8,6 +8,7 @@ from itertools import product
 from typing import Any
 
 from eagle.core.drafter import TrainableDrafter
+from eagle.drafters.parts.reduced_vocab import draft_vocab_size
 from eagle.formats.layout import (
     Config,
     Layout,
@@ -79,6 +80,8 @@ def _qwen3_config(drafter: TrainableDrafter, target_config: TargetConfig, **more
     # without this key readers take layers that slide for causal ones, and no others
     if not _is_causal_by_window(head):
         entries["is_causal"] = head.is_causal(0)
+    if head.own_drafts is not None:
+        entries["draft_vocab_size"] = draft_vocab_size(head.shape)
     return llama_config(drafter, target_config, **entries, **more)
 
 
@@ -180,14 +183,14 @@ def speculators_config(drafter: TrainableDrafter, target_config: TargetConfig) -
         architecture = "DSparkSpeculator"
         markov = _markov_keys(drafter)
     block = _qwen3_config(drafter, target_config, rope_parameters=rotary_of(drafter.shape))
-    # block_size stands at the top of this config, and num_target_layers nowhere
-    for key in ("block_size", "num_target_layers"):
-        del block[key]
+    # block_size and draft_vocab_size stand at the top of this config, and num_target_layers nowhere
+    for key in ("block_size", "num_target_layers", "draft_vocab_size"):
+        block.pop(key, None)
     return {
         "architectures": [architecture],
         "speculators_model_type": algorithm,
         "speculators_version": "0.9.0",
-        "draft_vocab_size": drafter.shape.vocab_size,
+        "draft_vocab_size": draft_vocab_size(drafter.shape),
         "block_size": drafter.settings.slots,
         "mask_token_id": mask_of(drafter),
         "aux_hidden_state_layer_ids": sorted(drafter.taps),
@@ -256,6 +259,7 @@ class InjectedLayout(NetworkLayout):
     # whether layers that slide may see their whole block; else a layer is causal if it slides
     frees_windows: bool = False
     trains_at_root: bool = False  # whether windows end at the root, as `window_end` has it
+    reads_draft_vocab: bool = False  # whether it reads d2t and an LM head of the draft vocabulary
     needs_confidence: bool = False  # whether it refuses a DSpark head without a confidence
     # whether the files hold copies of the target's embedding and LM head
     brings_copies: bool = False
@@ -275,6 +279,8 @@ class InjectedLayout(NetworkLayout):
                 EMBEDDING: embedding_of(drafter, engine),
                 OUTPUT: output_of(drafter, engine),
             }
+        if "d2t" in tensors:
+            tensors[OUTPUT] = output_of(drafter, engine)
         at_root = drafter.settings.window and drafter.settings.window_end == "root"
         return Layout(
             style(drafter, target_config),
@@ -320,6 +326,11 @@ class InjectedLayout(NetworkLayout):
             raise ValueError(
                 f"{engine}: drafter.qk_norm is false, and the blocks of this layout norm queries and keys: no exporter "
                 "has a layout for it; train with drafter.qk_norm=true"
+            )
+        if drafter.own_drafts is not None and not self.reads_draft_vocab:
+            raise ValueError(
+                f"{engine}: drafter.draft_vocab is {drafter.settings.draft_vocab}, and the draft's tokens would be "
+                "read as the first of the vocabulary there: export to vllm or speculators"
             )
         is_read = self.reads_causal or (self.frees_windows and not drafter.settings.causal)
         if not is_read and not _is_causal_by_window(drafter):

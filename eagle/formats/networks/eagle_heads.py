@@ -20,10 +20,10 @@ from eagle.formats.networks.layers_and_tokens import (
     check_draft_vocab,
     choose_taps,
     find_wrong_ids,
-    mark_tokens,
+    make_vocab_tensor,
+    may_lack_mask,
 )
 from eagle.formats.networks.network import (
-    INDICES,
     ROTARY,
     Network,
     describe_kind,
@@ -482,21 +482,6 @@ def _settle_eagle3(
     return [*notes, *check_draft_vocab(head)]
 
 
-def _make_eagle3_tensor(head: HeadFolder, name: str, size: torch.Size) -> Tensor:
-    """Return one of our tensors: `d2t` as whole numbers, `t2d` made from `d2t`, and any other as the file has it."""
-    if name not in INDICES:
-        return head.load(name)
-    # draft token i is token i + offsets[i]
-    offsets = head.load("d2t").long()  # [D]
-    if name == "d2t":
-        return offsets
-    return mark_tokens(offsets + torch.arange(len(offsets)), head.shape["vocab_size"])
-
-
-def _may_lack_mask(head: HeadFolder, name: str) -> str:
-    return "no t2d: made from d2t" if name == "t2d" else ""
-
-
 def _knows(layout: Any, switch: str) -> bool:
     # P-EAGLE's layouts are of this class too, and say nothing of EAGLE-3's
     return type(layout) is FusedLayout and switch in layout.switches
@@ -576,9 +561,9 @@ EAGLE3_HEADS = replace(
         "d2t": "Engines take the draft's numbers for tokens: export it",
     },
     takes_taps=True,
-    may_lack=_may_lack_mask,
+    may_lack=may_lack_mask,
     settle=_settle_eagle3,
-    make_tensor=_make_eagle3_tensor,
+    make_tensor=make_vocab_tensor,
     find_faults=_find_eagle3_faults,
     describe=_describe_eagle3,
     list_facts=_list_eagle3_facts,

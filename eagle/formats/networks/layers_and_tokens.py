@@ -13,6 +13,7 @@ from eagle.formats.reading import faults
 from eagle.formats.reading.faults import FoundFault, report
 from eagle.formats.reading.head_folder import HeadFolder
 
+INDICES = ("d2t", "t2d")  # tensors that hold no weights
 SWITCHES = ("norm_before_residual", "fc_norm", "norm_output")  # of EAGLE-3's network
 # our name of EAGLE-3's block, and the usual name, which all engines know
 MIDLAYER_NAMES = {"layers.0.*": "midlayer.*"}
@@ -226,3 +227,19 @@ def read_draft_tokens(d2t: Tensor, vocab_size: int) -> tuple[Tensor | None, str]
             "d2t leads to some tokens twice: expected offsets, id - place, of different tokens",
         )
     return tokens, ""
+
+
+def make_vocab_tensor(head: HeadFolder, name: str, size: torch.Size) -> Tensor:
+    """Return one of our tensors: `d2t` as whole numbers, `t2d` made from `d2t`, and any other as the file has it."""
+    if name not in INDICES:
+        return head.load(name)
+    # draft token i is token i + offsets[i]
+    offsets = head.load("d2t").long()  # [D]
+    if name == "d2t":
+        return offsets
+    return mark_tokens(offsets + torch.arange(len(offsets)), head.shape["vocab_size"])
+
+
+def may_lack_mask(head: HeadFolder, name: str) -> str:
+    """Return why a tensor may be absent from the file: `t2d` follows from `d2t`."""
+    return "no t2d: made from d2t" if name == "t2d" else ""

@@ -19,6 +19,7 @@ from eagle.drafters import DRAFTERS
 from eagle.drafters.parts.decoder_block import head_shape
 from eagle.formats.checkpoint import bounded_weights, build_head
 from eagle.formats.layout import Config
+from eagle.formats.networks.layers_and_tokens import INDICES, read_draft_tokens
 from eagle.formats.reading.faults import FoundFault
 from eagle.formats.reading.head_folder import (
     EMBEDDING,
@@ -36,7 +37,6 @@ from eagle.formats.reading.target_files import EMBEDDINGS, LM_HEADS
 from eagle.recipe import parse_section
 
 ROTARY = {r"(.*\.)?(inv_freq|cos_cached|sin_cached)": "follows from the rotary parameters"}
-INDICES = ("d2t", "t2d")  # tensors that hold no weights
 COPY_BOTH = "Correct config.json, or copy both files again"
 # tensors of the target, by our names, and how their names end in the target's own files
 BORROWED = {EMBEDDING: EMBEDDINGS, OUTPUT: LM_HEADS}
@@ -195,7 +195,18 @@ def match(network: Network, head: HeadFolder) -> None:
     # a head here uses the target's own embedding and LM head, so copies in the file are compared with these
     for name in sorted(head.names.keys() & network.borrowed.keys()):
         may_differ = network.trains_embedding and name == EMBEDDING
-        compare_borrowed(head, name, network.borrowed[name], may_differ)
+        rows = None
+        size = head.draft_vocab_size
+        if name == OUTPUT and 0 < size < head.shape["vocab_size"]:
+            # a head with a draft vocabulary has the target's rows of these tokens alone
+            entry = head.entry("d2t")
+            if entry is None or entry.shape != (size,):
+                continue  # found by `_check_tensors`
+            rows, reason = read_draft_tokens(head.load("d2t").long(), head.shape["vocab_size"])
+            if rows is None:
+                head.problem(reason)
+                continue
+        compare_borrowed(head, name, network.borrowed[name], may_differ, rows=rows)
     # the config may tell how many layers the head's target has
     if head.target and head.target_layers not in (None, head.target.layers):
         what = f"the head is for a target of {head.target_layers} layers, {head.target.path} has {head.target.layers}"

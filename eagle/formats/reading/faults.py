@@ -159,6 +159,11 @@ MIXED_CAUSAL = Hint(
     "some layers slide: vLLM makes all layers of such a head causal, and those that do not slide were not trained so",
     "Import it and export it to vllm",
 )
+D2T_UNREAD = Hint(
+    "it drafts a part of the vocabulary, of which this engine does not know: it takes the target's whole LM head, or "
+    "fails on the Markov head",
+    "Serve it with vLLM",
+)
 
 ORDINARY_MASK = Hint(
     "mask_token is {token}, an ordinary token of the target: trainers take one that no text has",

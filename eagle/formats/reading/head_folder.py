@@ -252,7 +252,11 @@ def compare_copies(head: HeadFolder, copies: dict[str, str]) -> None:
 
 
 def compare_borrowed(
-    head: HeadFolder, name: str, known_as: tuple[str, ...], may_differ: bool
+    head: HeadFolder,
+    name: str,
+    known_as: tuple[str, ...],
+    may_differ: bool,
+    rows: Tensor | None = None,
 ) -> None:
     """Compare the checkpoint's copy of a target's tensor with the target's own, which a head here uses in its place.
 
@@ -261,6 +265,7 @@ def compare_borrowed(
         name: Our name of the tensor.
         known_as: The endings of the names that targets have for it.
         may_differ: Whether such heads may train their copy: a difference is then noted, and no problem.
+        rows: The rows of the target's tensor that the copy has; None for all.
     """
     stored = head.names[name]
     target = head.target
@@ -270,6 +275,8 @@ def compare_borrowed(
         return
     ours = head.load(name)
     theirs = target.matrix(known_as)
+    if theirs is not None and rows is not None and int(rows.max()) < len(theirs):
+        theirs = theirs[rows]
     if theirs is None:
         head.notes.append(f"{left_out}; not compared: the target has none by that name")
     elif not ours.is_floating_point():

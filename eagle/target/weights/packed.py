@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from eagle.core.target_head import TargetHead
 from eagle.target.borrowed import is_close
 from eagle.target.structure import FAILURES, base_of
 
@@ -193,6 +194,14 @@ def pack_head(head: Any, smallest: int = SMALLEST) -> Any:
         head.__class__ = PackedHead
         head.packed = {}
     return head
+
+
+def narrow_packed(frozen: TargetHead, tokens: Tensor) -> TargetHead:
+    """Return a target's head with only the rows of these tokens, which are packed if its LM head is packed."""
+    narrowed = frozen.narrow(tokens)
+    if isinstance(frozen.output, PackedHead):
+        pack_head(narrowed.output)
+    return narrowed
 
 
 def unpack_model(model: nn.Module) -> None:

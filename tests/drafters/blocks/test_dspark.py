@@ -78,7 +78,8 @@ def make_head(
         },
         "test",
     )
-    head = DSpark.for_target(checked, config)
+    # every second token is frequent
+    head = DSpark.for_target(checked, config, supervised=[torch.arange(1, vocab_size, 2)])
     for weight in head.parameters():
         nn.init.normal_(weight, std=std)
     return head
@@ -147,6 +148,13 @@ def test_the_loss_is_that_of_one_anchor_after_the_other(markov: str) -> None:
     for switches in SWITCHES:
         head = new_head(markov=markov, **switches)
         assert largest_difference(head) < 1e-8
+
+
+@pytest.mark.parametrize("markov", MARKOV)
+def test_a_draft_vocabulary_cuts_the_target(markov: str) -> None:
+    """The Markov head reads all tokens and writes these; others have no likelihood."""
+    for switches in SWITCHES:
+        assert largest_difference(new_head(markov=markov, draft_vocab=9, **switches)) < 1e-8
 
 
 @pytest.mark.parametrize("divisor", get_args(Divisor))

@@ -16,8 +16,8 @@ from eagle.data.features import extract
 from eagle.data.store import FeatureStore
 from eagle.disk import write_text
 from eagle.drafters.lookup.counts import save_tables
+from eagle.drafters.parts.reduced_vocab import save_draft_vocab
 from eagle.drafters.recurrent.eagle1 import Eagle1
-from eagle.drafters.recurrent.reduced_vocab import save_draft_vocab
 from eagle.formats.checkpoint import save_head, write_budget
 from eagle.formats.export import export
 from eagle.formats.reading.foreign import import_head

@@ -17,9 +17,9 @@ from eagle.core.drafter import Committed
 from eagle.core.tree import PUBLISHED_TREE, DraftTree
 from eagle.core.verify import Choose, warp
 from eagle.drafters.parts.growth import SHARPNESS
+from eagle.drafters.parts.reduced_vocab import load_draft_vocab
 from eagle.drafters.parts.window import Window
 from eagle.drafters.recurrent.eagle3 import Eagle3
-from eagle.drafters.recurrent.reduced_vocab import load_draft_vocab
 from eagle.formats.checkpoint import load_head, save_head
 from tests import naive_unroll
 from tests.drafters.recurrent.test_windowed_heads import windowed

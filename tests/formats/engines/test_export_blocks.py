@@ -22,6 +22,8 @@ from tests.formats.make_heads import assert_equal, borrow_from, random_head
 H = made.H
 V = made.V
 INJECTED = {"taps": [2, 4, 7], "blocks": BLOCKS, "slots": 6, "mask_token": 5}
+# twenty tokens, of which draft vocabularies are made
+FREQUENT = [*range(3, 13), *range(20, 50, 3)]
 # of the first block, which alone is causal
 WINDOWS = {"window": {"recent": 9}, "window_blocks": [0], "causal": "window"}
 DFLASH = {"kind": "dflash", **INJECTED}
@@ -38,12 +40,14 @@ HEADS: dict[str, dict[str, Any]] = {
     "dflash, all causal": {**DFLASH, **WINDOWS, "causal": True},
     "dflash, windows at the root": {**DFLASH, **WINDOWS, "window_end": "root"},
     "dflash, windows with sinks": {**DFLASH, **WINDOWS, "window": {"sinks": 1, "recent": 9}},
+    "dflash, draft vocabulary": {**DFLASH, "draft_vocab": 20},
     "dflash from the anchor": ANCHORED,
     "dflash of one block": {**DFLASH, "blocks": 1, "slots": 2},
     "dflash of taps in no order": {**DFLASH, "taps": [7, 2, 4]},
     "dspark": DSPARK,
     "dspark, causal": {**DSPARK, "causal": True},
     "dspark, windows": {**DSPARK, **WINDOWS},
+    "dspark, draft vocabulary": {**DSPARK, "draft_vocab": 20},
     "dspark without confidence": {**DSPARK, "confidence": False},
     "dspark in its places": {**DSPARK, "sample_from_anchor": False},
     "dspark, gated": {**DSPARK, "markov": "gated"},
@@ -68,12 +72,14 @@ TAKERS = {
     "dflash, all causal": "vllm sglang zlab",
     "dflash, windows at the root": "vllm sglang speculators zlab specforge",
     "dflash, windows with sinks": "",
+    "dflash, draft vocabulary": "vllm speculators",
     "dflash from the anchor": "speculators deepspec",
     "dflash of one block": "vllm zlab speculators",
     "dflash of taps in no order": "vllm zlab speculators",
     "dspark": "vllm sglang trtllm llamacpp speculators deepspec specforge",
     "dspark, causal": "vllm sglang llamacpp",
     "dspark, windows": "vllm sglang speculators specforge",
+    "dspark, draft vocabulary": "vllm speculators",
     "dspark without confidence": "vllm trtllm llamacpp speculators deepspec specforge",
     "dspark in its places": "vllm llamacpp speculators",
     "dspark, gated": "sglang speculators deepspec specforge",
@@ -92,7 +98,7 @@ TAKERS = {
 
 def head_of(name: str, **changes: Any) -> Any:
     """Return a random head, bound to the target's embedding and LM head."""
-    return random_head({**HEADS[name], **changes}, borrow_from(TARGET))
+    return random_head({**HEADS[name], **changes}, borrow_from(TARGET), FREQUENT)
 
 
 @pytest.mark.parametrize(("engine", "name"), GOLDEN)
@@ -177,7 +183,15 @@ def test_no_other_exporter_takes_it(name: str) -> None:
     head = head_of(name)
     settings = HEADS[name]
     # which a refusal may name
-    names = {"sample_from_anchor", "causal", "window", "fc_norm", "confidence", "markov"}
+    names = {
+        "sample_from_anchor",
+        "causal",
+        "window",
+        "draft_vocab",
+        "fc_norm",
+        "confidence",
+        "markov",
+    }
     switches = names & settings.keys()
     if settings["kind"] == "dflash":
         switches.add("sample_from_anchor")
@@ -277,6 +291,21 @@ def test_configs_state_windows_and_causal_blocks(name: str) -> None:
             kinds[1:] = ["full_attention"] * (BLOCKS - 1)
         assert (config["sliding_window"], config["use_sliding_window"]) == (9, True)
     assert config["layer_types"] == kinds
+
+
+@pytest.mark.parametrize("engine", ["vllm", "speculators"])
+@pytest.mark.parametrize("name", ["dflash", "dspark"])
+def test_a_draft_vocabulary_is_written(engine: str, name: str) -> None:
+    """Offsets, a mask, and the target's rows; the Markov head reads all tokens and writes these."""
+    layout = EXPORTERS[engine](head_of(f"{name}, draft vocabulary"), TARGET)
+    tokens = torch.tensor(FREQUENT)
+    assert layout.config["draft_vocab_size"] == 20
+    assert torch.equal(layout.tensors["d2t"] + torch.arange(20), tokens)
+    assert torch.equal(layout.tensors["t2d"].nonzero()[:, 0], tokens)
+    assert torch.equal(layout.tensors["lm_head.weight"], made.drawn(V, H, seed=8)[tokens])
+    if name == "dspark":
+        assert layout.tensors["markov_head.markov_w1.weight"].shape == (V, 4)
+        assert layout.tensors["markov_head.markov_w2.weight"].shape == (20, 4)
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "speculators", "zlab"])

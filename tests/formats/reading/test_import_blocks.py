@@ -127,6 +127,8 @@ def test_the_mask_of_a_draft_vocabulary_follows_from_its_offsets(tmp_path: Path)
 IDS = "dflash_config/target_layer_ids"
 MASK = "dflash_config/mask_token_id"
 MTP_LAYER = "model.mtp_layers.1.input_proj.weight"
+REDUCED = "speculators, draft vocabulary"
+W2 = "markov_head.markov_w2.weight"
 SINK = "layers.1.self_attn.attention_sink_bias"
 LATENT = "model.layers.3.self_attn.kv_a_proj_with_mqa.weight"
 EXPERT = "model.layers.3.mlp.experts.0.up_proj.weight"
@@ -140,6 +142,12 @@ DAMAGED: list[tuple[str, dict[str, Any], str]] = [
     ("z-lab, windows", {"sliding_window": 3}, "window.recent is 3, expected at least slots, 4"),
     ("z-lab, windows", {"layer_types": ["sliding_attention"]}, "1 layer_types for 2 layers"),
     ("z-lab, windows", {"layer_types": ["chunked_attention"] * 2}, "layer_types is"),
+    (REDUCED, {"d2t": None}, "d2t is missing"),
+    (REDUCED, {"d2t": lambda offsets: made.drafts()}, "d2t holds token ids, expected offsets"),
+    (REDUCED, {"t2d": torch.logical_not}, "t2d marks"),
+    (REDUCED, {"lm_head.weight": lambda weight: weight.flip(0)}, "differs from the target's in"),
+    (REDUCED, {"draft_vocab_size": V + 1}, f"draft_vocab_size is {V + 1}"),
+    ("speculators' DSpark, draft vocabulary", {W2: made.drawn(V, 4)}, f"expected [{made.D}, 4]"),
     ("z-lab", {SINK: made.drawn(2)}, "attention sinks"),
     ("z-lab", {"dflash_config/attention_sink_bias": True}, "attention_sink_bias is True"),
     ("z-lab", {IDS: [1, 3, 8]}, "behind the last"),
@@ -147,7 +155,7 @@ DAMAGED: list[tuple[str, dict[str, Any], str]] = [
     ("z-lab", {"block_size": None}, "no block_size"),
     ("z-lab", {"num_key_value_heads": 3}, "heads cannot share 3 key-value heads"),
     ("z-lab", {"num_hidden_layers": 3}, "says 3 layers, the file holds 2"),
-    ("z-lab", {"d2t": torch.arange(9)}, "unknown tensors: d2t"),
+    ("z-lab", {"d2t": torch.arange(9)}, f"d2t is [9], expected [{V}]"),
     ("z-lab", {"layers.0.self_attn.q_proj.bias": made.drawn(16)}, "q_proj.bias"),
     ("z-lab", {"fc.weight": lambda weight: weight.fill_(torch.nan)}, "not finite"),
     ("z-lab", {"is_neox_style": False}, "is_neox_style is False, which no head here can be"),
@@ -221,6 +229,7 @@ def test_a_mask_row_beside_a_head_is_refused(head: made.Head, tmp_path: Path) ->
 
 READ_OTHERWISE = [
     ("ModelOpt, windows", "use_swa alone makes its layers slide", "SGLang"),
+    (REDUCED, "it drafts a part of the vocabulary", "SGLang"),
     ("speculators, windows", "slot j sees j + 1 tokens less of the context", "vLLM"),
     ("speculators, mixed windows", "vLLM makes all layers of such a head causal", "vLLM"),
 ]

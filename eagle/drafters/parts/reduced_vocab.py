@@ -1,0 +1,179 @@
+"""Draft vocabularies: their files, keyed to the tokenizer and the data, and heads that draft a part of all tokens."""
+
+# D draft vocabulary, V target vocabulary
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eagle.core.drafter import HeadShape, TargetHead
+from eagle.core.examples import most_frequent, token_counts
+from eagle.disk import open_tensors, write_tensors
+
+
+def count_frequent(
+    supervised: Iterable[Tensor] | None, size: int, vocab_size: int, *, key: str
+) -> Tensor:
+    """Return the `size` most frequent supervised tokens [size] in ascending order.
+
+    Args:
+        supervised: The supervised tokens of each sequence.
+        size: How many tokens are chosen.
+        vocab_size: The target's.
+        key: The recipe's key that asks for them, for the error.
+
+    Raises:
+        ValueError: No sequences were given, or the vocabulary is smaller than `size`.
+    """
+    if supervised is None:
+        raise ValueError(f"{key} is {size}, but no texts were given: call for_target with them")
+    return most_frequent(token_counts(supervised, vocab_size), size)
+
+
+def save_draft_vocab(path: str | Path, counts: Tensor, size: int, identity: dict[str, Any]) -> None:
+    """Write a draft vocabulary of the `size` most frequent tokens to a file.
+
+    The file has `d2t` [D], which is added to a draft token's id to get the target's id, and `t2d` [V], whether a target
+    token is in the draft vocabulary.
+
+    Args:
+        path: The file.
+        counts: [V], how often each token is supervised in the data.
+        size: D.
+        identity: What names the tokenizer and the data; `load_draft_vocab` compares it.
+    """
+    selected = most_frequent(counts, size)
+    t2d = torch.zeros(len(counts), dtype=torch.bool)
+    t2d[selected] = True
+    tensors = {"d2t": selected - torch.arange(size), "t2d": t2d}
+    write_tensors(path, tensors, {"identity": json.dumps({**identity, "size": size})})
+
+
+def load_draft_vocab(
+    path: str | Path, expected: dict[str, Any] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return `d2t` [D] and `t2d` [V] of a draft vocabulary file, as `save_draft_vocab` describes them.
+
+    ValueError if its identity differs from `expected`: it was made with another tokenizer or from other data.
+    """
+    if not Path(path).is_file():
+        raise ValueError(
+            f"no draft vocabulary at {path}: run `eagle prepare RECIPE --only draft-vocab` first"
+        )
+    with open_tensors(path) as file:
+        metadata = file.metadata() or {}
+        identity = json.loads(metadata.get("identity", "{}"))  # of the tokenizer and the data
+        for key, value in (expected or {}).items():
+            actual = identity.get(key)
+            if actual != value:
+                raise ValueError(
+                    f"the draft vocabulary {path} was made with {key} = {actual!r}, this run needs {value!r}: "
+                    "make it again, or name another file"
+                )
+        return file.get_tensor("d2t"), file.get_tensor("t2d")
+
+
+def choose_draft_vocab(
+    requested: int | str | None, supervised: Iterable[Tensor] | None, vocab_size: int
+) -> Tensor:
+    """Return the draft vocabulary as target tokens [D], in ascending order.
+
+    Args:
+        requested: None for all tokens, a number for the most frequent tokens, or the path of a draft vocabulary file.
+        supervised: The supervised tokens of each sequence, whose frequencies are counted.
+        vocab_size: V.
+    """
+    if requested is None:
+        return torch.arange(vocab_size)
+    if isinstance(requested, int):
+        return count_frequent(supervised, requested, vocab_size, key="drafter.draft_vocab")
+    _, t2d = load_draft_vocab(requested)
+    if len(t2d) != vocab_size:
+        raise ValueError(
+            f"{requested} was made for a vocabulary of {len(t2d)}, this target has {vocab_size}: make it again with "
+            "`eagle prepare --only draft-vocab`"
+        )
+    return t2d.nonzero()[:, 0]
+
+
+def draft_vocab_size(shape: HeadShape) -> int:
+    """Return the number D of tokens that a head of these sizes can draft."""
+    return getattr(shape, "draft_vocab_size", None) or shape.vocab_size
+
+
+class ReducedVocab:
+    """A head that may draft only a part of the target's tokens; the other base of such a head is a torch module."""
+
+    # both tables are missing if the draft vocabulary is the target's
+    d2t: Tensor  # [D], what to add to a draft token's id to get the target's id
+    t2d: Tensor  # [V] bool, whether a target token is in the draft vocabulary
+    shape: HeadShape
+    register_buffer: Any
+    # [D], tokens to which drafting alone is restricted (FR-Spec); training knows nothing of them
+    restricted: Tensor | None = None
+    # The target's head, and the same head cut to some tokens, once it is made. They are in a tuple, so that torch does
+    # not register the target's modules as parts of this one.
+    narrowed: tuple[TargetHead, ...] = ()
+
+    def add_tables(self, shape: HeadShape) -> None:
+        """Register both tables if the head drafts a part of the tokens: engines read them from such heads alone."""
+        size = draft_vocab_size(shape)
+        if size < shape.vocab_size:
+            self.register_buffer("d2t", torch.zeros(size, dtype=torch.long))
+            self.register_buffer("t2d", torch.zeros(shape.vocab_size, dtype=torch.bool))
+
+    def fill_tables(self, tokens: Tensor) -> None:
+        """Set the draft vocabulary [D] of a new head, in ascending order; nothing if it is the target's."""
+        if self.own_drafts is not None:
+            self.d2t.copy_(tokens - torch.arange(len(tokens)))
+            self.t2d[tokens] = True
+
+    @property
+    def own_drafts(self) -> Tensor | None:
+        """[D], the draft vocabulary that the head was trained with; None for all tokens."""
+        if not hasattr(self, "d2t"):
+            return None
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    @property
+    def drafts(self) -> Tensor | None:
+        """[D], the tokens that are drafted; None for all."""
+        return self.restricted if self.own_drafts is None else self.own_drafts
+
+    @drafts.setter
+    def drafts(self, tokens: Tensor | None) -> None:
+        self.restricted = tokens
+
+    def find_drafts(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the rows of tokens in the draft vocabulary, 0 for those outside, and whether each is inside."""
+        drafts = self.own_drafts
+        if drafts is None:
+            return tokens, torch.ones_like(tokens, dtype=torch.bool)
+        row_of = torch.zeros(self.shape.vocab_size, dtype=torch.long, device=tokens.device)
+        row_of[drafts] = torch.arange(len(drafts), device=tokens.device)
+        return row_of[tokens], self.t2d[tokens]
+
+    def narrow_once(self, frozen: TargetHead, tokens: Tensor | None) -> TargetHead:
+        """Return the target's LM head with only the rows of these tokens; the whole head for None.
+
+        A head always passes the same tokens: it is cut once for a target.
+        """
+        if tokens is None:
+            return frozen
+        if not self.narrowed or self.narrowed[0] is not frozen:
+            self.narrowed = frozen, frozen.narrow(tokens)
+        return self.narrowed[1]
+
+    def on_all_tokens(self, logits: Tensor) -> Tensor:
+        """Return logits of the draft vocabulary [.., D] as [.., V], with minus infinity at all other tokens."""
+        if self.drafts is None or logits.shape[-1] == self.shape.vocab_size:
+            return logits
+        all_logits = logits.new_full((*logits.shape[:-1], self.shape.vocab_size), -torch.inf)
+        all_logits[..., self.drafts] = logits
+        return all_logits
