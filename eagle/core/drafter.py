@@ -83,6 +83,13 @@ class Reads:
     weights: bool = False  # whether `for_target` gets the target's tensors by name, as `weights`
     # whether the target's states after each node of the last tree, at the drafter's taps, are in `Committed.states`
     states: bool = False
+    # how many likely next tokens of every token that the target has read are in `Committed.followers`
+    followers: int = 0
+
+    @property
+    def trees(self) -> bool:
+        """Whether it reads what the target computes at the nodes of a tree, the rejected ones included."""
+        return bool(self.choices or self.states or self.followers)
 
 
 class ColumnBytes(NamedTuple):
@@ -90,6 +97,21 @@ class ColumnBytes(NamedTuple):
 
     cached: int  # its keys and values in all layers
     tapped: int  # its hidden state at one tap
+
+
+class Followers(NamedTuple):
+    """All tokens that the target has read, rejected ones too, with its likeliest next tokens, whatever it chose."""
+
+    tokens: Tensor  # [R], of the prompt or of all nodes of a tree, on the host
+    likeliest: Tensor  # [R, C], likeliest first; of equally likely tokens the one with the lowest id comes first
+
+    @classmethod
+    def join(cls, batches: Sequence[Followers]) -> Followers | None:
+        """Join consecutive batches into one; None if there are none."""
+        if not batches:
+            return None
+        tokens, likeliest = zip(*batches, strict=True)
+        return cls(torch.cat(tokens), torch.cat(likeliest))
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +126,9 @@ class Committed:
     # [N, C], the target's best tokens after each node of the tree, best first
     choices: Tensor | None = None
     states: Tensor | None = None  # [N, L, D], the target's states after each node of the tree
+    followers: Followers | None = (
+        None  # of all tokens that the target has read since the last update
+    )
 
     @classmethod
     def join(cls, updates: Sequence[Committed]) -> Committed:
@@ -113,8 +138,14 @@ class Committed:
             return last
         tokens = torch.cat([update.tokens for update in updates])
         features = [update.features for update in updates if update.features is not None]
+        followers = [update.followers for update in updates if update.followers is not None]
         # root, tree, choices and states are those after the last update
-        return replace(last, tokens=tokens, features=torch.cat(features) if features else None)
+        return replace(
+            last,
+            tokens=tokens,
+            features=torch.cat(features) if features else None,
+            followers=Followers.join(followers),
+        )
 
 
 class DraftText(Protocol):
@@ -157,6 +188,8 @@ class Drafter:
     budget: Budget | None = None  # the budget that it was tuned to
     # whether it predicts how likely a child of a node is accepted, which `Budget.confidence` needs
     rates_nodes = False
+    # whether it learns from all sequences, so that the drafts of one depend on those before and beside it
+    remembers = False
     frozen: tuple[TargetHead, ...] = ()  # the target's head, once it is bound to one
 
     def begin(self, noise: Noise | None = None) -> DraftText:
