@@ -13,6 +13,7 @@ from eagle.drafters.levels.medusa import Medusa
 from eagle.drafters.levels.mlp_speculator import MlpSpeculator
 from eagle.drafters.lookup.bigram import BigramDrafter
 from eagle.drafters.lookup.ngram import NgramDrafter
+from eagle.drafters.lookup.recycling import RecyclingDrafter
 from eagle.drafters.lookup.suffix import SuffixDrafter
 from eagle.drafters.lookup.unigram import UnigramDrafter
 from eagle.drafters.none import NoDrafter
@@ -34,6 +35,7 @@ DRAFTERS = Methods(
         "none": NoDrafter,
         "ngram": NgramDrafter,
         "suffix": SuffixDrafter,
+        "recycling": RecyclingDrafter,
         "lookahead": LookaheadDrafter,
         "sparse_kv": SparseKv,
         "unigram": UnigramDrafter,
