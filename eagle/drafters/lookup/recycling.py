@@ -36,7 +36,8 @@ class RecyclingDrafter(Drafter):
 
     def __init__(self) -> None:
         """Begin with an empty table."""
-        self.budget = Budget(nodes=80, depth=6, top_k=WIDTH)
+        # for a CPU: the paper's 80 nodes and 6 levels need a device on which tokens of a forward are cheap
+        self.budget = Budget(nodes=8, depth=4, top_k=4)
         self.table = torch.empty(0, WIDTH, dtype=torch.long)  # [V, WIDTH], on the host
         # threads may decode with one drafter: none reads a row that another one is writing
         self.lock = Lock()
