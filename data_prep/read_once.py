@@ -46,7 +46,7 @@ from eagle.recipe import Recipe
 CONVERSATIONS = 1024  # of a shard
 WORD = re.compile(r"\w+")
 # The version of the cache's format, and of the rules by which records become conversations.
-VERSION = 3
+VERSION = 4
 # A shard's number and conversations.
 Job = tuple[int, list[Conversation]]
 
@@ -213,6 +213,10 @@ def tokenise_shard(
 
 def prompt_key(conversation: Conversation) -> int:
     """Return a hash of what is before the first answer, images too, whatever its case, punctuation and spaces."""
+    if conversation.row is not None:
+        tokens, mask = conversation.row
+        before = takewhile(lambda pair: not pair[1], zip(tokens, mask, strict=True))
+        return text_key(" ".join(str(token) for token, _ in before))
     asked = takewhile(lambda turn: turn["role"] != "assistant", conversation.messages)
     text = "\n".join(str(turn.get("content") or "") for turn in asked)
     lines = [text]

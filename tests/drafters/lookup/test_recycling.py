@@ -116,7 +116,9 @@ def find_difference(
     return None
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0, seed=3)], ids=str)
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(temperature=1.0, seed=3)], ids=["T=0", "T=1"]
+)
 def test_drafts_are_those_of_a_naive_dictionary(sampling: Sampling, small: Target) -> None:
     """Over several prompts: every token that the target reads writes its row, in prompts and in rejected drafts."""
     drafter = RecyclingDrafter()
@@ -136,6 +138,7 @@ def test_a_table_of_rejected_nodes_alone_is_seen(
         changed = {}
         for row, update in updates.items():
             accepted = update.tokens.tolist()
+            # tokens that are accepted in this cycle, wherever they stand in the tree
             kept = [
                 index
                 for index, token in enumerate(update.followers.tokens.tolist())
@@ -196,7 +199,12 @@ def draft(drafter: RecyclingDrafter, root: int, budget: Budget, *read: Followers
     state = drafter.open()
     updates = {}
     for row, followers in enumerate([*read, None]):
-        updates[row] = Committed(torch.tensor([0]), None, root, followers=followers)
+        updates[row] = Committed(
+            torch.tensor([0]),
+            None,
+            root,
+            followers=followers,
+        )
     return sorted(texts_of(state.propose(updates, dict.fromkeys(updates, budget))[len(read)]))[1:]
 
 
@@ -225,6 +233,7 @@ def test_of_one_token_the_last_row_is_kept() -> None:
 def test_budgets_are_honoured() -> None:
     """A chain takes the likeliest token of each row; the default tree has nearly the paper's numbers of nodes."""
     assert levels_of(Budget(3, 3, 1)) == [[(0,)], [(0, 0)], [(0, 0, 0)]]
+    # all nodes are used where the levels and children leave room for them
     for budget in (Budget(8, 4, 4), Budget(25, 6, 8), Budget(80, 6, 8), Budget(3, 1, 8)):
         levels = levels_of(budget)
         assert len(levels) <= budget.depth
@@ -245,6 +254,7 @@ def test_a_drafter_that_waited_learns_all_that_was_read(small: Target) -> None:
         max_new_tokens=9,
         stop=[],
     )
+    # three cycles, of which the second has read nothing for this drafter
     alone = RecyclingDrafter()
     updates = [
         Committed(torch.tensor([1]), None, 2, followers=followers_of([5], [[1, 2]])),
@@ -264,6 +274,7 @@ def test_followers_of_a_prompt_do_not_depend_on_its_chunks(small: Target) -> Non
     for reads, expected in ((RecyclingDrafter(), WIDTH), (load_drafter("ngram", small), 0)):
         decoding = Decoding(small, reads)
         assert decoding.state.num_followers == expected
+    # twelve forwards
     state = small.open()
     state.num_followers = WIDTH
     state.admit(0, PROMPTS[1])
@@ -293,6 +304,7 @@ def test_equal_logits_are_ranked_by_token_id(
     for size in (3, 8, 9, 700):
         for scale in (0.0, 0.5, 3.0, 100.0):
             logits = (torch.randn(40, size, generator=generator) * scale).round().to(dtype)
+            # as a vocabulary that is padded has them
             logits[::7, ::2] = -torch.inf
             assert torch.equal(rank_tokens(logits, WIDTH), rank_by_sort(logits, WIDTH))
 
