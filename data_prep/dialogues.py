@@ -114,7 +114,7 @@ def converse(
             notes.add("the template prints an answer otherwise than the target wrote it")
         # The next question belongs to another answer, the next tool result to another call.
         if answer.finish == TRUNCATED:
-            notes.add("cut at a truncated answer")
+            notes.add("its later turns are left out, as an answer reached max_new_tokens")
             break
         if answer.message.get("tool_calls"):
             notes.add("cut at a tool call of the target, which has no result")

@@ -214,10 +214,12 @@ def say_forecast(recipe: Recipe, count: int | None) -> bool:
             f"{describe_bytes(run.features)} of disk for features if each conversation has {length:,} tokens, as in "
             "ShareGPT"
         )
+    say("an estimate from the config and the number of conversations, before anything is read:")
     where = f"each of {gpus} GPUs that train" if gpus > 1 else "the GPU or CPU that trains"
     say(f"{run.memory / GB:,.2f} GB on {where}, {disk}")
     say(
-        f"{run.extract_hours:,.1f} GPU hours for features, {run.train_hours:,.1f} to train, at {TFLOPS:.0f} TFLOP/s"
+        f"on a GPU of {TFLOPS:.0f} TFLOP/s {run.extract_hours:,.1f} hours for features, {run.train_hours:,.1f} to "
+        "train"
     )
     if recipe.train.on_policy is not None:
         say(

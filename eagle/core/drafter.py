@@ -77,9 +77,8 @@ class Reads:
     # how many of the target's best tokens after each node of the last tree are in `Committed.choices`
     choices: int = 0
     view: bool = False  # whether it drafts with the target's layers, which `bind_target` receives
-    texts: bool = (
-        False  # whether it reads keys and values in the target's cache, which `open_with` receives
-    )
+    # whether it reads keys and values in the target's cache, which `open_with` receives
+    texts: bool = False
     weights: bool = False  # whether `for_target` gets the target's tensors by name, as `weights`
     # whether the target's states after each node of the last tree, at the drafter's taps, are in `Committed.states`
     states: bool = False

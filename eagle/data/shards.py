@@ -24,9 +24,8 @@ from eagle.disk import part_file, sha256, write_whole
 
 # -- plans ------------------------------------------------------------------------------------------------------------
 
-ShardPlan = Sequence[
-    list[list[int]]
-]  # of each shard its batches, of each batch the indices of its examples
+# of each shard its batches, of each batch the indices of its examples
+ShardPlan = Sequence[list[list[int]]]
 
 
 def make_batches(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
@@ -204,9 +203,8 @@ class RowPlaces:
 # -- writing ----------------------------------------------------------------------------------------------------------
 
 CODES = {torch.int64: "I64", torch.int32: "I32"}  # the names of dtypes in a safetensors header
-SHOWN_ENTRY = (
-    8  # bytes: packed texts are stored as int64, so that the tensors after them are aligned
-)
+# bytes: packed texts are stored as int64, so that the tensors after them are aligned
+SHOWN_ENTRY = 8
 
 
 def shard_header(

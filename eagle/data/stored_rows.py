@@ -34,9 +34,8 @@ class TapRoles:
     """The taps that training needs of a target."""
 
     inputs: tuple[int, ...]  # at every slot, as the head reads them
-    taught: tuple[
-        int, ...
-    ]  # at the slots before learned tokens alone, as the head learns from them
+    # at the slots before learned tokens alone, as the head learns from them
+    taught: tuple[int, ...]
 
     @property
     def taps(self) -> tuple[int, ...]:

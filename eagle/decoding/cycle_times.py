@@ -46,9 +46,8 @@ SIZES = (
 )
 UNREAD = 64  # tokens of the forward that shows the drafter's seconds for each token of a prompt
 ROUNDS = 6  # the least number of cycles at each draft depth, in every batch
-SINGLE_ROUNDS = (
-    20  # the number of cycles at each draft depth for one sequence, whose cycles are short
-)
+# the number of cycles at each draft depth for one sequence, whose cycles are short
+SINGLE_ROUNDS = 20
 NEW_TOKENS = 256  # the most new tokens of each sequence, unless the options say otherwise
 Clock = Callable[[], float]
 Probe = Callable[[], Any]

@@ -30,9 +30,8 @@ from eagle.decoding.stops import stop_strings
 from eagle.target.target import Target
 
 Stop = int | str | Sequence[int | str] | Tensor | None
-DEFAULT_BATCH_SIZE = (
-    16  # the most prompts of a batch, if the call has several prompts and no batch_size
-)
+# the most prompts of a batch, if the call has several prompts and no batch_size
+DEFAULT_BATCH_SIZE = 16
 # the options of `generate` and `stream`, for the error message about an unknown one
 OPTIONS = (
     "sampling",

@@ -18,9 +18,8 @@ MIN_WEIGHT = 2.0
 GUESS = 0.1
 PRIOR = 4.0  # the number of cycles after which a row's average weighs as much as that of all rows
 ROW_MEMORY = 30.0  # the most cycles over which a row's averages are taken
-PRICE_ROUNDS = (
-    8  # the most iterations of Dinkelbach's method; two or three are enough in most cases
-)
+# the most iterations of Dinkelbach's method; two or three are enough in most cases
+PRICE_ROUNDS = 8
 
 
 class Average:

@@ -18,9 +18,8 @@ from eagle.core.drafter import Drafter
 Table = tuple[tuple[float, ...], ...]
 Rows = tuple[tuple[int, ...], ...]
 Grid = tuple[Table, ...]
-PENDING = (
-    2  # the tokens that a draft's first forward usually reads: one accepted token and the root
-)
+# the tokens that a draft's first forward usually reads: one accepted token and the root
+PENDING = 2
 # costs of a cycle are computed once for contexts that differ by less than so many tokens
 STEP = 64
 

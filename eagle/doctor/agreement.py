@@ -16,9 +16,8 @@ from eagle.core.examples import Batch
 from eagle.doctor.wiring import Wiring, draft_ids
 
 ROWS = 128  # slots whose logits are in memory at a time
-MAX_BUFFER = (
-    2**27
-)  # numbers: the target's probs are kept in memory up to this size, half a gigabyte
+# numbers: the target's probs are kept in memory up to this size, half a gigabyte
+MAX_BUFFER = 2**27
 
 
 @dataclass(frozen=True)
@@ -33,9 +32,8 @@ class Agreement:
     in_seq: Tensor  # [K, S], whether the sequence goes on that far
     is_greedy: Tensor  # [S], whether the sequence goes on as the greedy target would
     seq_ids: Tensor  # [S], the sequence of each slot
-    sampled_accepted: (
-        Tensor  # [K, S], how often a sampled draft is accepted where the target chose this token
-    )
+    # [K, S], how often a sampled draft is accepted where the target chose this token
+    sampled_accepted: Tensor
     recurrent: bool = True  # whether later levels read what the head has drafted
 
     @cached_property

@@ -325,9 +325,8 @@ class ModelState:
         self.state = model.open()
         self.noises: dict[int, Noise | None] = {}
         self.confirmed: dict[int, int] = {}  # tokens, the root not counted
-        self.levels: dict[
-            int, list[tuple[Tensor, Tensor]]
-        ] = {}  # of the last draft: the tokens of each level, and their parents in the level above
+        # of the last draft: the tokens of each level, and their parents in the level above
+        self.levels: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     def admit(self, row: int, noise: Noise | None = None) -> None:
         """Begin a row; its tokens are read at the first proposal."""

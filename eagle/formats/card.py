@@ -243,6 +243,11 @@ def acceptance_of(run: Path) -> str:
     ]
     keys = [key for key in ("prompts", "tree", "torch", "machine", "date") if key in header]
     note = ", ".join(f"{key} {header[key]}" for key in keys)
+    # a measurement that is running or was stopped has answered some prompts only
+    prompts = header.get("prompts")
+    answered = min(len(group) for group in groups.values())
+    if isinstance(prompts, int) and answered < prompts:
+        note = f"unfinished: {answered} of {prompts} prompts were answered by every drafter. {note}"
     return f"{_table(['T', 'drafter', 'draft', 'acceptance length'], lines)}\n\n<sub>{note}</sub>"
 
 

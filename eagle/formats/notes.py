@@ -60,7 +60,7 @@ def compose_notes(
         f"{front_matter(kind, base, engine)}\n# A draft head for {base or 'a target that is not known'}",
         f"Layout: {engine}. A wrong export changes no word that the target says: it shows in acceptance alone.",
         f"## How to serve it\n\n{_explain_paths(out, path)}\n\n{_fill_placeholders(layout.serve, depth, out, path)}",
-        f"## How long a chain\n\n{depth} tokens: {reason}.",
+        f"## How long a chain\n\n{depth} token{'' if depth == 1 else 's'}: {reason}.",
         f"## What it was trained under\n\n{_describe_template(recipe)}",
         f"## What it accepts\n\n{_describe_acceptance(shares, head)}",
     ]
@@ -123,7 +123,7 @@ def _choose_depth(
     reason = UNMEASURED
     if drafter.budget is not None:
         depth = drafter.budget.depth
-        reason = "as deep as the tree that the head was tuned to"
+        reason = "the depth of the draft shape that `eagle measure --tune` found to be the fastest"
     elif shares:
         depth = max(sum(share >= MIN_KEPT_SHARE for share in shares), 1)
         share = shares[depth - 1]

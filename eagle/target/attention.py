@@ -91,9 +91,8 @@ def _attend_by_products(
 
 GROUPED = "eagle_grouped"
 AttentionInterface.register(GROUPED, grouped_attention)
-ATTENTION_KEY = (
-    "_attn_implementation_internal"  # attribute of a config that holds the name of its attention
-)
+# attribute of a config that holds the name of its attention
+ATTENTION_KEY = "_attn_implementation_internal"
 
 Observe = Callable[[int, Tensor, Tensor, float], None]
 """Gets a layer's index, its rotated queries [B, H, N, D] and keys [B, K, S, D], and the scale of their product."""

@@ -19,9 +19,8 @@ from eagle.core.sampling import refuse_fields
 from eagle.core.verify import Sampling
 from eagle.disk import sha256
 
-TYPES = (
-    "token_type_ids"  # part of the names of a processor's outputs that have an entry for each token
-)
+# part of the names of a processor's outputs that have an entry for each token
+TYPES = "token_type_ids"
 # the "type" of an image among a message's content parts, in transformers and in OpenAI's API
 IMAGE_PARTS = ("image", "image_url")
 

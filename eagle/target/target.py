@@ -109,9 +109,8 @@ class Target(ChatMixin):
         self.border = rope_border(self.config)
         self.viewed: TargetView | None = None  # made at the first call of `view`
         self.found_variance: str | None = None  # of `variance`; None: not tried yet, "": none found
-        self.spare: TargetState | None = (
-            None  # the last closed state, whose cache the next one may reuse
-        )
+        # the last closed state, whose cache the next one may reuse
+        self.spare: TargetState | None = None
         # drafters that calls gave by name: the LM head they borrow, when their weights were written, and themselves
         self.named_drafters: dict[str, tuple[Any, int | None, Any]] = {}
         self.weight_mark = WeightMark(model)

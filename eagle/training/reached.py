@@ -84,17 +84,18 @@ def describe_reached(kind: str, tokens: int, head: Module, path: Path = CURVES) 
     per_weight = tokens / weights
     first = curve.per_weight[0]
     last = curve.per_weight[-1]
-    source = f"This project measured {kind} heads on a tiny target ({path.name})."
-    counted = f"{tokens:,} supervised tokens"
+    source = f"This project measured {kind} heads on a tiny target (docs/results/{path.name})."
+    counted = f"{tokens:,} supervised tokens, counted once per epoch,"
     if per_weight < first:
         return (
-            f"{counted} are few for a head of {weights:,} weights. {source} Scaled to this size, their training had "
-            f"{_round(first * weights)} to {_round(last * weights)} tokens. Advice: {MORE}"
+            f"{counted} are few for a head of {weights:,} weights. {source} With as many tokens per weight as the "
+            f"shortest of those runs, this head would have had {_round(first * weights)} tokens; as the longest, "
+            f"{_round(last * weights)}. Advice: {MORE}"
         )
     if per_weight >= last:
         return (
-            f"{counted} are many for a head of {weights:,} weights. {source} Scaled to this size, their longest "
-            f"training had {_round(last * weights)} tokens"
+            f"{counted} are many for a head of {weights:,} weights. {source} With as many tokens per weight as the "
+            f"longest of those runs, this head would have had {_round(last * weights)} tokens"
         )
     # a point further up the curve, and the gain of each doubling of the tokens up to it
     later = min(last, per_weight * 2**DOUBLINGS)

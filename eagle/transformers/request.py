@@ -31,9 +31,8 @@ PREPARED = {
 PREPARED |= {"mm_encoder_outputs"}  # encoded images; the target encodes them again by itself
 STATES = ("output_attentions", "output_hidden_states")
 TYPES = "token_type_ids"  # the end of such a name
-CHECKPOINTS = (
-    "transformers_modules"  # the package in which transformers puts the code of a checkpoint
-)
+# the package in which transformers puts the code of a checkpoint
+CHECKPOINTS = "transformers_modules"
 # arguments of a call that are no inputs of the model
 ALONE = {
     "tokenizer",
@@ -61,16 +60,14 @@ class Request:
 
     input_ids: Tensor  # [R, T], with padding
     prompts: list[list[int]]  # of each row, without padding
-    paddings: list[
-        list[int]
-    ]  # of each row the padding tokens, which logits processors get before the prompt
+    # of each row the padding tokens, which logits processors get before the prompt
+    paddings: list[list[int]]
     expansion: int  # the number of rows of each prompt: beams, or returned answers
     processors: Sequence[Any]
     criteria: Any  # transformers' list of stopping criteria
     config: GenerationConfig
-    has_positions: bool = (
-        False  # whether `generate` passes position ids to the forward; these begin at 0
-    )
+    # whether `generate` passes position ids to the forward; these begin at 0
+    has_positions: bool = False
 
     @property
     def is_beams(self) -> bool:

@@ -103,8 +103,8 @@ def test_a_batch_is_sampled_as_each_prompt_alone() -> None:
         trained_target(model),
         prompts,
         limits,
-        samplings,
-        stops,
+        samplings=samplings,
+        stops=stops,
     )
     for index, answer in enumerate(answers):
         noise = Noise(5, index)
@@ -147,8 +147,8 @@ def test_a_model_that_decodes_goes_on_learning(monkeypatch: pytest.MonkeyPatch) 
             student,
             [prompt],
             [12],
-            [sampling],
-            (),
+            samplings=[sampling],
+            stops=(),
         )
         assert torch.equal(torch.get_rng_state(), before)
         expected = sample_alone(model, prompt, 12, Noise(1, 0))

@@ -34,7 +34,7 @@ def test_a_truncated_answer_is_learned_without_an_end(tiny_target: Target) -> No
     weights = [turn.get("weight") for turn in line["record"]["messages"]]
     assert weights == [None, None, None, 1]
     assert line["record"]["finish_reasons"] == ["stop", "length"]
-    assert "cut at a truncated answer" in line["notes"]
+    assert "its later turns are left out, as an answer reached max_new_tokens" in line["notes"]
     read, _ = conversation_of(line["record"], "x:1")
     tokenizer = tiny_target.tokenizer
     (example,) = examples_of(

@@ -280,7 +280,7 @@ def test_the_output_is_the_untouched_models(name: str, temperature: float) -> No
     def noise_at(position: int) -> Tensor:
         return noise([position], target.vocab_size, target.device)[0]
 
-    expected = own_answer(target.model, prompt, 16, None, noise_at if noise else None)
+    expected = own_answer(target.model, prompt, 16, warp=None, noise=noise_at if noise else None)
     lookup = name == "ngram"
     drafter: Any = NgramDrafter() if lookup else new_head(name, target)
     budget = Budget.fixed(chain_paths(4)) if lookup else Budget(8, 4, 3)

@@ -548,4 +548,4 @@ def test_answers_to_learn_from_raise() -> None:
     prompts = [torch.tensor(prompt) for prompt in make_prompts(1)]
     samplings = [Sampling()] * COUNT
     with pytest.warns(RuntimeWarning), pytest.raises(ValueError, match="logits are nan"):
-        sample_answers(Target(model), prompts, [2] * COUNT, samplings, [])
+        sample_answers(Target(model), prompts, [2] * COUNT, samplings=samplings, stops=[])

@@ -288,8 +288,8 @@ def test_answers_without_sampled_drafts_follow_the_seed_alone(
         target.model,
         PROMPTS[0],
         12,
-        None,
-        noise_at,
+        warp=None,
+        noise=noise_at,
     )
 
 

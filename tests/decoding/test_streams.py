@@ -199,7 +199,9 @@ def test_streams_on_one_drafter_are_independent(
     def noise_at(position: int) -> Tensor:
         return noise([position], VOCAB_SIZE, torch.device("cpu"))[0]
 
-    expected = [own_answer(MODEL, prompt, COUNT, None, noise_at) for prompt in PROMPTS[:2]]
+    expected = [
+        own_answer(MODEL, prompt, COUNT, warp=None, noise=noise_at) for prompt in PROMPTS[:2]
+    ]
     alone = [generate(first, make_drafter(first), prompt, **options) for prompt in PROMPTS[:2]]
     # one drafter for both, with a state for each sequence
     drafter = make_drafter(first)

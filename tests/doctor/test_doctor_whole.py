@@ -103,8 +103,8 @@ def exported(target: Target, tmp_path: Path) -> Path:
         load_head(HEAD).bind(target.head),
         target.config,
         "vllm",
-        folder,
-        HEAD,
+        out=folder,
+        head=HEAD,
     )
     return folder
 

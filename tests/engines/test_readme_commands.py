@@ -135,7 +135,7 @@ def test_the_printed_command_serves(head: str, tmp_path: Path) -> None:
         pytest.skip(f"no trained head in {folder}: `make test-engines` trains it")
     target = Target.load(TINY / "target", dtype="float32")
     drafter: Any = load_drafter(folder, target)
-    export(drafter, target.config, "vllm", tmp_path / "out", folder)
+    export(drafter, target.config, "vllm", out=tmp_path / "out", head=folder)
     # the README of the export is the only source of the command
     [command] = find_commands((tmp_path / "out/README.md").read_text())
     depth = find_length(command)

@@ -34,7 +34,7 @@ BUDGETS = [
 ]
 
 # a row of the target costs 1, one of the head's first forward 1e-3, of a level 1e-6: a sum shows how many of each
-COUNTING = Costs((0,), (1, 2), ((1.0, 2.0),), ((1e-3, 2e-3),), ((1e-6, 2e-6),))
+COUNTING = Costs((0,), (1, 2), ((1.0, 2.0),), first=((1e-3, 2e-3),), level=((1e-6, 2e-6),))
 TARGET_ALONE = replace(COUNTING, first=None, level=None)
 
 
@@ -157,7 +157,7 @@ def test_recorded_seconds_are_charged_where_a_draft_was_asked_for() -> None:
 def test_a_results_file_tells_what_a_draft_left_unread() -> None:
     """A drafter that reads its root alone is charged for that, which only the file knows."""
     table = ((1.0, 4.0),)
-    costs = Costs((0,), (1, 4), table, table, table, forwards=((), (), (1,)))
+    costs = Costs((0,), (1, 4), table, first=table, level=table, forwards=((), (), (1,)))
     told = replace(costs, unread=((1,), (1, 1), (1, 1, 1)))
     cycles = []
     for context in (9, 12, 15):

@@ -69,7 +69,7 @@ Cycles = list[dict[str, Any]]
 
 def prices(read: tuple[float, ...], level: tuple[float, ...]) -> Costs:
     """Return costs of reading 1, 4, 16 and 61 tokens that do not depend on the context."""
-    return Costs((0,), SIZES, (read,), (level,), (level,))
+    return Costs((0,), SIZES, (read,), first=(level,), level=(level,))
 
 
 # an accelerator that is never full, with a head that costs nothing

@@ -100,7 +100,7 @@ def tuning(target: Target, answers: list[Answer]) -> Tuning:
         optimizer.step()
 
     # a level as costly as nine forwards of the target
-    costs = Costs((0,), (1, 13, 61), ((1.0, 1.02, 2.0),), ((0.01,) * 3,), ((9.0,) * 3,))
+    costs = Costs((0,), (1, 13, 61), ((1.0, 1.02, 2.0),), first=((0.01,) * 3,), level=((9.0,) * 3,))
     return Tuning(target, head.eval(), answers, costs)
 
 

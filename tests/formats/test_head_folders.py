@@ -216,6 +216,19 @@ def test_an_acceptance_length_names_its_tree(tmp_path: Path) -> None:
     assert "| 0 | `tree` | tree of 8 nodes, depth 5, top-k 3 | 2 |" in table
 
 
+@pytest.mark.parametrize("rows, unfinished", [(1, True), (2, False)])
+def test_an_unfinished_measurement_is_called_so(
+    rows: int, unfinished: bool, tmp_path: Path
+) -> None:
+    """An export or a card may be written while `eagle measure` runs."""
+    row = {"drafter": "eagle1", "temperature": 0.0, "committed": 6, "cycles": 3}
+    lines = [{"run": {"prompts": 2}}, *[row] * rows]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (tmp_path / "results.jsonl").write_text(text)
+    table = acceptance_of(tmp_path)
+    assert ("unfinished: 1 of 2 prompts" in table) == unfinished
+
+
 @pytest.mark.parametrize("engine", ["vllm", "speculators", "eagle"])
 def test_an_exported_folder_is_no_head_to_train_from(
     engine: str,
@@ -225,7 +238,7 @@ def test_an_exported_folder_is_no_head_to_train_from(
 ) -> None:
     """The message names the command that makes one of it."""
     head = load_head(folder).bind(target.head)
-    export(head, target.config, engine, tmp_path / "out", folder)
+    export(head, target.config, engine, out=tmp_path / "out", head=folder)
     with pytest.raises(ValueError, match=rf"eagle import {tmp_path / 'out'}"):
         load_head(tmp_path / "out")
 
@@ -241,7 +254,7 @@ def test_recipe_and_provenance_are_not_needed(
     assert load_drafter(folder, target).taps == (2, 4, 5)
 
     head = load_head(folder).bind(target.head)
-    export(head, target.config, "vllm", tmp_path / "out", folder)
+    export(head, target.config, "vllm", out=tmp_path / "out", head=folder)
     assert "Unknown" in (tmp_path / "out/README.md").read_text()
 
     words = r"recipe\.yaml and provenance\.json are missing.*eagle import"
@@ -269,7 +282,7 @@ def test_damaged_notes_are_named_and_nothing_is_written(
     (folder / name).write_text(text)
     head = load_head(folder).bind(target.head)
     with pytest.raises(ValueError, match=name):
-        export(head, target.config, "vllm", tmp_path / "out", folder)
+        export(head, target.config, "vllm", out=tmp_path / "out", head=folder)
     assert not (tmp_path / "out").exists()
 
 

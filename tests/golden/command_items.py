@@ -12,9 +12,8 @@ import eagle
 from tests.golden import access
 from tests.golden.digests import digest
 
-OPTION = re.compile(
-    r"^ *(-[^ ].*?)(?:  +(.*))?$"
-)  # a line that begins with an option: its spellings, its help
+# a line that begins with an option: its spellings, its help
+OPTION = re.compile(r"^ *(-[^ ].*?)(?:  +(.*))?$")
 SPELLING = re.compile(r"(?<![\w-])--?[A-Za-z][\w-]*")
 CHOICES = re.compile(r"\{([^}]*)\}")
 DEFAULT = re.compile(r"default: *([^;)]*)")

@@ -239,7 +239,7 @@ def test_a_target_that_does_not_fit_here_is_still_forecast(
     said = say()
     expected = (
         "on the GPU or CPU that trains",
-        "GPU hours",
+        "hours for features",
         "of disk for features if each conversation has",
         "not checked here",
     )

@@ -88,7 +88,9 @@ class Family:
         if key not in self.answers:
             warp = LogitsProcessorList([WARPERS[name](value) for name, value in setting.items()])
             noise = gumbel if "temperature" in setting else None
-            answers = [own_answer(self.model, prompt, COUNT, warp, noise) for prompt in PROMPTS]
+            answers = [
+                own_answer(self.model, prompt, COUNT, warp=warp, noise=noise) for prompt in PROMPTS
+            ]
             self.answers[key] = answers
         return self.answers[key]
 

@@ -98,7 +98,7 @@ def compare(model: PreTrainedModel, target: Target) -> str:
             if target.reader.follows_steps:
                 answer = answer_by_steps(model, prompt, given)
             else:
-                answer = own_answer(model, prompt, COUNT, None, given)
+                answer = own_answer(model, prompt, COUNT, warp=None, noise=given)
             answers.append(answer)
             for drafter in (Bushes(prompt + answer), RandomTrees(answer)):
                 tokens = decode(target, drafter, prompt, COUNT, sampling=sampling)

@@ -11,9 +11,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-TINY = (
-    1e-20  # overlaps and probabilities are clamped to at least this before their logarithm is taken
-)
+# overlaps and probabilities are clamped to at least this before their logarithm is taken
+TINY = 1e-20
 
 Kind = Literal["cross_entropy", "reverse_kl", "jsd", "tv", "acceptance", "hybrid", "likeliest"]
 """Of the teacher's probs p and the student's q, with a = sum min(p, q) what they have in common:

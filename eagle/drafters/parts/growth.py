@@ -113,15 +113,13 @@ class LevelPlan:
     """
 
     width: int  # how many of the likeliest children of each parent are ranked
-    node_parents: (
-        Tensor  # [nodes], the parent of each node, among the nodes read of the level above
-    )
+    # [nodes], the parent of each node, among the nodes read of the level above
+    node_parents: Tensor
     child_indices: Tensor  # [nodes], the index of each node among the parents' ranked children [parents * width]
     read_nodes: Tensor  # [K], the nodes of this level that are read
     read_parents: Tensor  # [K], the parents of these
-    tree_mask: (
-        Tensor  # [K, R], the ancestors of these among the R nodes read so far, and themselves
-    )
+    # [K, R], the ancestors of these among the R nodes read so far, and themselves
+    tree_mask: Tensor
 
 
 @cache  # never dropped: captured drafts read these tensors

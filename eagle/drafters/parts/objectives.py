@@ -140,9 +140,8 @@ class SequenceTokens:
     """The tokens that follow in the sequences, for a loss that also learns them, and a buffer for overlaps."""
 
     tokens: Tensor  # [S], the sequence's token at each row
-    overlaps: (
-        Tensor  # [K, S], written by the loss: the overlap sum min(p, q) of student and teacher
-    )
+    # [K, S], written by the loss: the overlap sum min(p, q) of student and teacher
+    overlaps: Tensor
 
 
 def choose_teacher(
@@ -391,9 +390,8 @@ class _ChunkDistiller:
         self.grad_biases = grads[len(settings.students) :]
         # allocated once, for the largest chunk: fresh tensors would leave the logits of two chunks in memory at a time
         rows = max((chunk.stop - chunk.start for chunk in chunks), default=0)
-        weight = settings.students[
-            0
-        ].weight  # [V, D]; the other students' have the same size and precision
+        # [V, D]; the other students' have the same size and precision
+        weight = settings.students[0].weight
         self.logits = weight.new_empty(rows * steps, len(weight))
         self.target_logits: Tensor | None = None
         if settings.teacher_head is not None:

@@ -37,9 +37,8 @@ class ChildScorer:
     """Scores the children of a level and selects their tokens, by the drafter's logits and the target's noise."""
 
     draw: Draw  # how children are chosen where the target samples
-    drafts: (
-        Tensor | None
-    )  # [D], the draft vocabulary as target tokens; None if the draft has all tokens
+    # [D], the draft vocabulary as target tokens; None if the draft has all tokens
+    drafts: Tensor | None
     sharpness: float  # the factor on the logits
 
     def score(

@@ -49,15 +49,13 @@ class Spans:
     """
 
     rows: Tensor  # [S], the indices of the wanted rows among all rows
-    runs: list[
-        tuple[int, int, int]
-    ]  # (where the sequence begins, first wanted row, end) of each run
+    # (where the sequence begins, first wanted row, end) of each run
+    runs: list[tuple[int, int, int]]
     count: int  # the number N of all rows
     stride: int = 1  # from one row of a run to the next
     window: Window | None = None  # which earlier rows of its sequence a row sees; None: all of them
-    scattered: tuple[
-        list[int], ...
-    ] = ()  # the rows of each run, if they are neither consecutive nor strided
+    # the rows of each run, if they are neither consecutive nor strided
+    scattered: tuple[list[int], ...] = ()
     # flex attention's masks that were made, by the number of draft steps that rows see besides their sequence
     block_masks: dict[int, Any] = field(default_factory=dict)
 

@@ -142,9 +142,8 @@ class TextState:
         """Drop the columns of these slots that no later token sees, as they have left the window."""
         if self.window is None:
             return
-        gaps: dict[
-            int, tuple[int, int]
-        ] = {}  # by slot: the first column to drop, and the first after it to keep
+        # by slot: the first column to drop, and the first after it to keep
+        gaps: dict[int, tuple[int, int]] = {}
         for slot in slots:
             length = self.cache.lengths[slot]
             # dropping moves all later columns, so it is done only once a window's number of columns can be dropped

@@ -33,9 +33,8 @@ from eagle.drafters.parts.window import Window
 from eagle.drafters.recurrent.reduced_vocab import count_frequent
 from eagle.drafters.recurrent.unroll import UnrolledDrafter
 
-FULL_SPREAD = (
-    512  # tokens: longer sequences get less noise than the setting, in proportion to their length
-)
+# tokens: longer sequences get less noise than the setting, in proportion to their length
+FULL_SPREAD = 512
 
 
 class FeatureSettings(BaseModel):

@@ -252,9 +252,8 @@ class Levels(FollowsRows):
         self.tables = cosine, sine  # [B or 1, levels, w]
         self.committed = committed  # [B or 1, columns], with a window [B or 1, levels, columns]
         self.start = committed.shape[-1]  # the draft's first cache column
-        self.begins: list[
-            int
-        ] = []  # the first column of each level, counted from the draft's first
+        # the first column of each level, counted from the draft's first
+        self.begins: list[int] = []
 
     def __call__(
         self,

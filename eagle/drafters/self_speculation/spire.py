@@ -466,9 +466,8 @@ class _MemoryLevels(FollowsRows):
     def _restart(self) -> None:
         """Return to the roots of all rows, before any level was read."""
         self.rows = list(range(len(self.at_roots[0])))
-        self.widths: list[
-            int
-        ] = []  # the number of nodes of each level whose memories were appended
+        # the number of nodes of each level whose memories were appended
+        self.widths: list[int] = []
         self.memory, self.committed_mask, self.positions, self.lengths = self.at_roots
 
     def __call__(

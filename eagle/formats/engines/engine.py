@@ -23,9 +23,8 @@ class Engine:
     title: str  # as messages and guides call it
     networks: Mapping[str, NetworkLayout]  # by names of networks, as `network_of` returns them
     scalings: tuple[str, ...] | None = SCALINGS  # rotary scalings that it reads; None for all
-    ignored_rotary: tuple[
-        str, ...
-    ] = ()  # rotary keys that it leaves out, though they change what is computed
+    # rotary keys that it leaves out, though they change what is computed
+    ignored_rotary: tuple[str, ...] = ()
     faults: tuple[Fault, ...] = ()  # faults of checkpoints that this engine suffers from
     # the message on a network that it does not read
     unknown: str = "no layout for {kind!r}: {advice}"

@@ -193,11 +193,14 @@ def _list_block_facts(head: HeadFolder) -> Config:
     """Return what `eagle inspect` prints of a head with one Llama block: its sizes, rotary parameters, vocabulary."""
     shape = head.shape
     rope = shape["rope_parameters"]
+    vocabulary = f"{shape['vocab_size']}"
+    if head.draft_vocab_size != shape["vocab_size"]:
+        vocabulary += f", of which it drafts {head.draft_vocab_size}"
     return {
         "width": f"{shape['hidden_size']}, MLP {shape['intermediate_size']}",
         "heads": f"{shape['num_attention_heads']}, {shape['num_key_value_heads']} of keys, {shape['head_dim']} wide",
         "rotary": f"theta {rope['rope_theta']:g}, {rope['rope_type']}",
-        "vocabulary": f"{shape['vocab_size']}, of which it says {head.draft_vocab_size}",
+        "vocabulary": vocabulary,
     }
 
 

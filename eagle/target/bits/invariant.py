@@ -48,8 +48,8 @@ def invariant_attention(
     query: Tensor,  # [B, H, N, D]
     key: Tensor,  # [B, K, S, D]
     value: Tensor,  # [B, K, S, D']
-    attention_mask: Tensor
-    | None,  # [B, 1 or H, N, S]; [B, 1, G * N, S] where groups are rows; [1, 1, 1, 1]: causal
+    # [B, 1 or H, N, S]; [B, 1, G * N, S] where groups are rows; [1, 1, 1, 1]: causal
+    attention_mask: Tensor | None,
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,

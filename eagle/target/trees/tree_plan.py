@@ -179,9 +179,8 @@ class Plan:
         # parents come before their children, so that one pass finds all depths
         levels: list[list[tuple[int, int]]] = []
         for seq, parents in enumerate(self.parents):
-            depths = [
-                -1
-            ] * self.first_new  # of nodes read before, so that their children have depth 0
+            # of nodes read before, so that their children have depth 0
+            depths = [-1] * self.first_new
             for node in range(self.first_new, len(parents)):
                 parent = parents[node]
                 depth = 0 if parent == -1 else depths[parent] + 1

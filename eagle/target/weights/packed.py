@@ -13,9 +13,8 @@ from eagle.target.borrowed import is_close
 from eagle.target.structure import FAILURES, base_of
 
 DTYPES = (torch.float32, torch.bfloat16)
-SMALLEST = (
-    2**15
-)  # weights of the smallest matrix to pack: products of smaller ones take less time than calling oneDNN
+# weights of the smallest matrix to pack: products of smaller ones take less time than calling oneDNN
+SMALLEST = 2**15
 
 
 class PackedLinear(nn.Linear):

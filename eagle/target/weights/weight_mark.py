@@ -53,12 +53,10 @@ IGNORED = {*vars(nn.Module()), "_eagle_held"}
 # config attribute with the name of its attention function; left out, as it is looked up in every forward
 ATTENTION_KEY = "_attn_implementation_internal"
 PLAIN = (int, float, str, bool, bytes, type(None))
-DEEPEST = (
-    3  # levels of containers in an attribute that are compared, as an adapter's factors by name
-)
-Entry = tuple[
-    int, str
-]  # the index of a module in the model, or a negative one of a config, and an attribute's name
+# levels of containers in an attribute that are compared, as an adapter's factors by name
+DEEPEST = 3
+# the index of a module in the model, or a negative one of a config, and an attribute's name
+Entry = tuple[int, str]
 
 
 class ModelMark:

@@ -110,8 +110,8 @@ def test_a_reply_without_an_answer_fails_alone(
 @pytest.mark.parametrize(
     ("finish_reason", "note"),
     [
-        ("model_length", "cut at a truncated answer"),
-        ("MAX_TOKENS", "cut at a truncated answer"),
+        ("model_length", "its later turns are left out, as an answer reached max_new_tokens"),
+        ("MAX_TOKENS", "its later turns are left out, as an answer reached max_new_tokens"),
         ("SAFETY", "cut at an answer that the server filtered"),
         ("refusal", "cut at an answer that the server filtered"),
     ],

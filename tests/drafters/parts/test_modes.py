@@ -70,7 +70,7 @@ def test_every_writer_follows_the_umask(
     save_head(tmp_path / "head", head, "a: recipe", {})
     write_budget(tmp_path / "head", Budget(2, 2, 1))
     for engine in ("vllm", "sglang", "eagle"):
-        export(head, config, engine, tmp_path / engine, tmp_path / "head")  # fmt: skip
+        export(head, config, engine, out=tmp_path / engine, head=tmp_path / "head")  # fmt: skip
     # an import reads the target's vocabulary
     target_path = str(tiny_target.model.config._name_or_path)
     import_head(

@@ -328,7 +328,7 @@ def test_what_stands_beside_an_export(target: Target, tmp_path: Path) -> None:
     record = {"validation": rates, "target": {"weights": "abc"}}
     # as validation counted them
     (folder / "provenance.json").write_text(json.dumps(record))
-    export(head_for(PLAIN, target), target.config, "vllm", out, folder)
+    export(head_for(PLAIN, target), target.config, "vllm", out=out, head=folder)
     readme = (out / "README.md").read_text()
 
     for words in (
@@ -350,7 +350,7 @@ def test_a_head_is_not_overwritten_by_its_export(target: Target, tmp_path: Path)
     """Its own folder is refused."""
     (tmp_path / "recipe.yaml").write_text("")
     with pytest.raises(ValueError, match="name another folder"):
-        export(head_for(PLAIN, target), target.config, "vllm", tmp_path, tmp_path)
+        export(head_for(PLAIN, target), target.config, "vllm", out=tmp_path, head=tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["recipe.yaml"]
 
 

@@ -82,7 +82,7 @@ def export_head(
     """Return the README of an export; "" where the engine reads no such head."""
     head = load_head(folder).bind(target.head)
     try:
-        export(head, target.config, engine, out, folder)
+        export(head, target.config, engine, out=out, head=folder)
     except ValueError:
         return ""
     return (out / "README.md").read_text()

@@ -115,7 +115,7 @@ def test_a_folder_for_vllm_has_the_text_models_sizes(
     head = make_head(settings, target, range(96))
     save_head(tmp_path / "head", head, "", {})
     out = tmp_path / "vllm"
-    export(head.bind(target.head), target.config, "vllm", out, tmp_path / "head")
+    export(head.bind(target.head), target.config, "vllm", out=out, head=tmp_path / "head")
     config = json.loads((out / "config.json").read_text())
 
     assert {key: config[key] for key in SIZES} == SIZES
@@ -138,7 +138,7 @@ def test_the_factor_on_an_embedding_is_taken_out_in_fp32(tmp_path: Path) -> None
     target = Target.load(tmp_path / "target", dtype="float32")
     head = make_head({"kind": "eagle1", "fc_bias": False}, target).bind(target.head)
     save_head(tmp_path / "head", head, "", {})
-    export(head, target.config, "vllm", tmp_path / "out", tmp_path / "head")
+    export(head, target.config, "vllm", out=tmp_path / "out", head=tmp_path / "head")
     # as a trainer in bf16 would have written it
     file = tmp_path / "out" / "model.safetensors"
     stored = {name: tensor.bfloat16() for name, tensor in load_file(file).items()}

@@ -204,7 +204,7 @@ def test_what_a_checkpoint_is(tmp_path: Path) -> None:
     for words in (
         f"{num_parameters:,} parameters",
         "float32",
-        f"{V}, of which it says {made.D}",
+        f"{V}, of which it drafts {made.D}",
         "(2, 4, 6)",
         "(1, 3, 5)",
     ):

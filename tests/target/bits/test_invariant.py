@@ -108,7 +108,7 @@ def test_attention_is_softmax_of_scores(
     elif option == "sinks":
         options = {"s_aux": torch.randn(6).bfloat16()}
 
-    got, _ = invariant_attention(nn.Identity(), query, key, value, passed, **options)
+    got, _ = invariant_attention(nn.Identity(), query, key, value, attention_mask=passed, **options)
     expected = attend_naively(query, key, value, mask.expand(2, 6, -1, -1), options)
 
     assert got.dtype == torch.bfloat16
@@ -119,7 +119,9 @@ def test_attention_that_chooses_keys_by_itself_is_refused() -> None:
     """What chooses keys by an index cannot be told by a mask."""
     query, key, value = draw_qkv(2, 4)
     with pytest.raises(ValueError, match="attention got indices"):
-        invariant_attention(nn.Identity(), query, key, value, None, indices=torch.zeros(1))
+        invariant_attention(
+            nn.Identity(), query, key, value, attention_mask=None, indices=torch.zeros(1)
+        )
 
 
 def test_rows_are_read_in_fixed_numbers() -> None:

@@ -114,7 +114,7 @@ def test_a_tree_reads_the_bits_of_steps() -> None:
         assert plan is not None
         assert plan.ends.unique().tolist() == [BLOCK, 2 * BLOCK]
         mask = make_additive(visible)[None, None]
-        tree = invariant_attention(nn.Identity(), query, key, value, mask)[0]
+        tree = invariant_attention(nn.Identity(), query, key, value, attention_mask=mask)[0]
 
     # the oracle: each node alone, as the last token of its path
     for node in range(count):

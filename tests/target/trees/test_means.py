@@ -122,7 +122,7 @@ def test_a_ragged_batch_is_lossless(model_type: str) -> None:
     """By paths, by levels and with tables: sequences come and go, and trees are kept."""
     bench = own(model_type)
     requests = bench.draw(4, seed=1, most=8)
-    cycles = assert_own(bench, "trees", requests, 3, random.Random(0))
+    cycles = assert_own(bench, "trees", requests, batch_size=3, dice=random.Random(0))
     assert any(cycle.rows > 1 for cycle in cycles)
     assert any(cycle.accepted for cycle in cycles)
 
@@ -141,7 +141,7 @@ def test_every_drafter_is_lossless(model_type: str) -> None:
     for number, (kind, at_once) in enumerate(product(kinds, (True, False))):
         for size in (1, 2 + number % 5):
             requests = batches[(number + size) % 3]
-            assert_own(bench, kind, requests, size, None if at_once else dice)
+            assert_own(bench, kind, requests, batch_size=size, dice=None if at_once else dice)
 
 
 @pytest.mark.slow
@@ -334,7 +334,7 @@ def test_a_batch_reads_each_sequence_by_itself(
 
     for seed, kind in enumerate(["trees", "eagle3", "draft_model", "ngram"]):
         requests = bench.draw(5, seed + 40)
-        cycles = assert_own(bench, kind, requests, 3, dice if seed % 2 else None)
+        cycles = assert_own(bench, kind, requests, batch_size=3, dice=dice if seed % 2 else None)
         assert any(cycle.rows > 1 for cycle in cycles)
 
     assert_search(bench, "ngram", random_tokens(9, seed=9), beams=3, count=4)

@@ -58,7 +58,7 @@ def test_answers_do_not_depend_on_the_way(
 
     for number, kind in enumerate(["trees", "hybrid", "eagle3"]):
         requests = bench.draw(4, seed=number + 20, least=8, most=12)
-        assert_own(bench, kind, requests, 3, dice)
+        assert_own(bench, kind, requests, batch_size=3, dice=dice)
 
     assert ways[True, False] > 5
     assert ways[False, False] > 5
