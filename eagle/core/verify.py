@@ -49,13 +49,14 @@ class Choose:
         drawn: bool = False,
         process: Process | None = None,
     ) -> None:
-        """Make the chooser of one request, with its noise if it samples.
+        """Make the chooser of one request's tokens, with its noise if the temperature is above 0.
 
         Args:
             sampling: How the target samples.
             uses: How often each (seed, request number) was used; shared by all requests to a target.
             drawn: Whether drafts are sampled (`Budget.draw`). Drafters and policies may remember tokens that depend on
-                the noise of earlier requests, so every such request gets new noise and coins.
+                the noise of earlier requests, so such a request gets noise and coins from `private_seed`, which no
+                earlier request had. Coins are the random numbers that accept or reject a sampled draft.
             process: Replaces the sampling's penalty, temperature and filters. The fields of the sampling then only
                 tell drafters roughly what it does.
         """
@@ -64,6 +65,8 @@ class Choose:
         self.uses = Counter() if uses is None else uses
         self.noise: Noise | None = None
         if sampling.temperature > 0:
+            # hashed twice, as the drafter's own noise (`DrafterNoise.private`) has the private seed hashed once: drafts
+            # that shared the target's noise would bias the output
             seed = mix64(mix64(self.private_seed)) if drawn else sampling.seed
             self.noise = Noise(seed, sampling.request)
 
@@ -457,23 +460,28 @@ def sample_block(
 
 
 def _toss_block(mass: Tensor, weight: Tensor, coin: Coin) -> int:
-    """Return how many tokens of a chain are kept, by tossing a coin with probability h_i for i tokens, from n down.
+    """Return how many of a chain's n tokens block verification keeps: the greatest i whose coin shows True.
+
+    A coin is tossed for i = n, n - 1, .., 1 tokens and shows True with probability h_i. In the symbols of
+    `sample_block`, h_n = w_n and h_i = |r_i| / (|r_i| + 1 - w_i). If none does, 0 tokens are kept. Entry 0 of both
+    tensors is not read.
 
     Args:
-        mass: [n], |r_i| of `sample_block`.
-        weight: [n + 1], w_i of `sample_block`.
-        coin: The coin.
+        mass: [n], |r_i|: the sum over the vocabulary of max(0, w_i p - q) after i tokens.
+        weight: [n + 1], w_i: the ratio p / q of the first i tokens, capped at 1 after each of them.
+        coin: Returns True with the probability that it is given.
     """
     last = len(mass)
     for length in range(last, 0, -1):
+        # after all n tokens there is no draft that could be rejected, and so no r_n
         if length == last:
-            odds = weight[last]
+            probability = weight[last]
         elif mass[length] > 0:
-            odds = mass[length] / (mass[length] + 1 - weight[length])
+            probability = mass[length] / (mass[length] + 1 - weight[length])
         else:
             # |r_i| is 0, and so is h_i; the formula could be 0 / 0
-            odds = mass[length]
-        if coin(float(odds)):
+            probability = mass[length]
+        if coin(float(probability)):
             return length
     return 0
 
