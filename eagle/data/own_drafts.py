@@ -60,6 +60,7 @@ class OwnDrafts:
         self.policy = policy
         self.taps = features.taps
         self.identity = features.identity
+        # the conversations with a new answer, for the steps of the last call of `write`
         self.written: dict[Key, Example] = {}
 
     def __len__(self) -> int:
@@ -74,28 +75,31 @@ class OwnDrafts:
         return self.features.text(index)
 
     def read(self, indices: Sequence[int]) -> list[Example]:
-        """Return the examples with their features.
+        """Return the examples with their features, in the order of `indices`.
 
-        An example whose answer was written anew for this step has that answer, with features computed now.
+        In training, an example for which `write` had the target write a new answer for this step has that answer, with
+        features computed now. All other examples are those of the data.
         """
+        # an evaluation reads the data's own answers
         if not self.head.training:
             return self.features.read(indices)
         # training seeds torch before every step, so that the seed identifies the step in all processes
         step_seed = torch.initial_seed()
-        written: dict[int, Example] = {}
+        rewritten: dict[int, Example] = {}
         unchanged = []
-        # an index may come twice, as a part may repeat an example: dict.fromkeys keeps it once, in order
+        # an index may come twice, as `Plan.parts` repeats an example in a part that would be empty: dict.fromkeys keeps
+        # each index once, in order
         for index in dict.fromkeys(indices):
             if (step_seed, index) in self.written:
-                written[index] = self.written[step_seed, index]
+                rewritten[index] = self.written[step_seed, index]
             else:
                 unchanged.append(index)
         examples: dict[int, Example] = {}
         if unchanged:
             examples |= zip(unchanged, self.features.read(unchanged), strict=True)
-        if written:
-            live = LiveFeatures(self.target, list(written.values()), self.identity)
-            examples |= zip(written, live.read(range(len(written))), strict=True)
+        if rewritten:
+            live = LiveFeatures(self.target, list(rewritten.values()), self.identity)
+            examples |= zip(rewritten, live.read(range(len(rewritten))), strict=True)
         return [examples[index] for index in indices]
 
     def write(self, steps: Sequence[tuple[int, Sequence[int]]]) -> None:
@@ -229,7 +233,7 @@ class Recorder(Drafter):
         return RecorderState(self, self.drafter.open_with(texts))
 
     def bind_target(self, view: Any) -> None:
-        """Pass the target's layers on to the wrapped drafter."""
+        """Pass the target's layers on to the wrapped drafter, which drafts with them if it asks for them."""
         self.drafter.bind_target(view)
 
 
@@ -290,7 +294,10 @@ class RecorderState:
 
 
 def _draw_number(key: Key) -> int:
-    """Return a random number below 2^64 for an example in a step, always the same for the same key."""
+    """Return a random number below 2^64 for an example in a step, always the same for the same key.
+
+    So all processes choose the same examples without exchanging anything, and so does a resumed run.
+    """
     seed, index = key
     return mix64(mix64(seed) + index)
 
