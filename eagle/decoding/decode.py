@@ -25,7 +25,7 @@ from eagle.core.drafter import Drafter
 from eagle.core.trace import Spelling, Trace
 from eagle.core.verify import Sampling
 from eagle.decoding.loop import Decoding
-from eagle.decoding.stops import stop_strings
+from eagle.decoding.rows import stop_strings
 from eagle.target.target import Target
 
 Stop = int | str | Sequence[int | str] | Tensor | None
