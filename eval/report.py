@@ -40,7 +40,6 @@ from eval.page.page_speed import (
     verdicts,
 )
 from eval.result_files.buckets import EVERY, Buckets, several_buckets
-from eval.result_files.figures import format_number
 from eval.result_files.results import (
     ACCEPTANCE_LENGTH,
     CPU_SPEED_UP,
@@ -55,6 +54,7 @@ from eval.result_files.results import (
     count_cycles,
     read_results,
 )
+from eval.result_files.statistics import format_number
 
 FIGURES = {
     "acceptance_length": ACCEPTANCE_LENGTH,

@@ -17,7 +17,6 @@ from eagle.decoding.forward_costs import Costs
 from eagle.markup import Html, table
 from eagle.target.bits.near_ties import MAX_TIE
 from eval.costs import asked_budgets, model_seconds
-from eval.result_files.figures import format_number
 from eval.result_files.statistics import (
     Difference,
     Estimate,
@@ -25,6 +24,7 @@ from eval.result_files.statistics import (
     Statistic,
     estimate,
     estimate_difference,
+    format_number,
     ratio,
 )
 
