@@ -24,7 +24,6 @@ from eval.page.page_parts import (
     ReportData,
     Section,
     code,
-    fewest_at_a_time,
     table,
     task_of,
 )
@@ -32,10 +31,7 @@ from eval.page.page_speed import (
     batches,
     by_task,
     comparison,
-    describe_output,
-    describe_tree,
     headline,
-    texts_in_a_step,
     time_split,
     verdicts,
 )
@@ -52,7 +48,11 @@ from eval.result_files.results import (
     Metric,
     Results,
     count_cycles,
+    describe_output,
+    describe_tree,
+    fewest_at_a_time,
     read_results,
+    texts_in_a_step,
 )
 from eval.result_files.statistics import format_number
 
