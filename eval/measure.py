@@ -35,8 +35,7 @@ from eval.load_run import (
     settle_threads,
 )
 from eval.measure_batches import measure_batches
-from eval.measurement import Measurement
-from eval.processes import ALONE, Processes
+from eval.measurement import ALONE, Measurement, Processes
 from eval.prompts import Case, encode_prompt, questions, tell_shortage
 from eval.report import figures, markdown, page
 from eval.result_files.answer_rows import Row, row_of
