@@ -17,9 +17,10 @@ from eagle.target.bits.near_ties import measure_tie
 from eagle.target.target import Target
 from eval.load_run import MeasuredDrafter
 from eval.prompts import KEY_NAMES, Case, Question, cases, encode_prompt
-from eval.result_files.answer_rows import Row
-from eval.result_files.write_results import ResultsWriter
+from eval.result_files.write_results import ResultsWriter, Row
 
+# questions of each set whose answers are also kept in pieces
+IN_PIECES = 2
 Made = TypeVar("Made")
 
 
@@ -61,10 +62,6 @@ class Processes:
 
 
 ALONE = Processes()
-
-
-# questions of each set whose answers are also kept in pieces
-IN_PIECES = 2
 
 
 @dataclass
