@@ -19,8 +19,7 @@ from eagle.data.identity import (
     tap_identity,
     target_name,
 )
-from eagle.data.on_policy import OnPolicyFeatures
-from eagle.data.own_drafts import OwnDrafts
+from eagle.data.on_policy import OnPolicyFeatures, OwnDrafts
 from eagle.data.store import FeatureStore
 from eagle.data.stored_rows import TapRoles
 from eagle.device import best_device
