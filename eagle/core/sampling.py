@@ -115,7 +115,8 @@ class Sampling:
     repetition_penalty: float = 1.0  # of tokens that the sequence holds already; 1 is none
     seed: int = 0  # of the noise
     request: int = 0  # number of the sequence: sequences with one seed have noise of their own
-    rule: Literal["token", "block"] = "token"  # of verification, for sampled drafts
+    # of verification, for sampled drafts: each token by itself, or whole paths, which accepts at least as many
+    rule: Literal["token", "block"] = "token"
     # LOSSY: with either of these the output does not follow the target's distribution
     lenience: float = 1.0  # LOSSY below 1
     # LOSSY: typical acceptance, by its epsilon and delta
