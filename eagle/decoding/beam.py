@@ -24,7 +24,7 @@ from eagle.core.sampling import number
 from eagle.core.tree import DraftTree
 from eagle.core.verify import Sampling
 from eagle.decoding.beam_state import BeamState, EarlyStopping
-from eagle.decoding.stops import stops_for
+from eagle.decoding.rows import stops_for
 from eagle.device import pick_rows, to_host, upload
 from eagle.target.target import Target
 

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from eagle.decoding.stops import Stops
+from eagle.decoding.rows import Stops
 
 EarlyStopping = bool | Literal["never"]
 # log-probabilities, as all scores

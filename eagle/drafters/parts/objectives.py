@@ -41,7 +41,7 @@ Loss = Literal[Kind, "tokens"]
 class LanguageHead(Protocol):
     """An LM head during training: it maps hidden states to logits, and the gradient at logits to that at states.
 
-    The target's is `eagle.core.target_head.TargetHead`. The loss computes its gradients by hand, without autograd.
+    The target's is `eagle.core.drafter.TargetHead`. The loss computes its gradients by hand, without autograd.
     """
 
     @property
