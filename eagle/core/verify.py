@@ -50,13 +50,14 @@ class Choose:
         drawn: bool = False,
         process: Process | None = None,
     ) -> None:
-        """Make the chooser of one request, with its noise if it samples.
+        """Make the chooser of one request's tokens, with its noise if the temperature is above 0.
 
         Args:
             sampling: How the target samples.
             uses: How often each (seed, request number) was used; shared by all requests to a target.
             drawn: Whether drafts are sampled (`Budget.draw`). Drafters and policies may remember tokens that depend on
-                the noise of earlier requests, so every such request gets new noise and coins.
+                the noise of earlier requests, so such a request gets noise and coins from `private_seed`, which no
+                earlier request had. Coins are the random numbers that accept or reject a sampled draft.
             process: Replaces the sampling's penalty, temperature and filters. The fields of the sampling then only
                 tell drafters roughly what it does.
         """
@@ -65,6 +66,8 @@ class Choose:
         self.uses = Counter() if uses is None else uses
         self.noise: Noise | None = None
         if sampling.temperature > 0:
+            # hashed twice, as the drafter's own noise (`DrafterNoise.private`) has the private seed hashed once: drafts
+            # that shared the target's noise would bias the output
             seed = mix64(mix64(self.private_seed)) if drawn else sampling.seed
             self.noise = Noise(seed, sampling.request)
 

@@ -28,8 +28,8 @@ from eagle.decoding.rows import (
     check_length,
     check_trace,
     find_budget,
+    stops_for,
 )
-from eagle.decoding.stops import stops_for
 from eagle.target.target import Target
 
 # the most prompt tokens that one forward reads while other rows are decoded: longer forwards would make them wait

@@ -84,7 +84,13 @@ def stored_settings(section: dict[str, Any], source: str) -> Any:
 
 
 def _parse_settings(method: type[Any] | None, section: dict[str, Any], source: str) -> Any:
-    """Return the settings of a drafter section, checked by its method; None, or one without weights, is refused."""
+    """Return the settings of a drafter section, checked by its method.
+
+    Args:
+        method: The method that `kind` names; None if it is unknown, which is refused, as is one without weights.
+        section: The section.
+        source: Where it is from, for a refusal.
+    """
     kind = section.get("kind")
     if method is None or not issubclass(method, TrainableDrafter):
         names = [
@@ -92,6 +98,7 @@ def _parse_settings(method: type[Any] | None, section: dict[str, Any], source: s
             for name, registered in DRAFTERS.items()
             if issubclass(registered, TrainableDrafter)
         ]
+        # methods of installed packages are listed, too: they are not loaded, so whether they have weights is unknown
         names += DRAFTERS.offered()
         raise ValueError(
             f"{source}: drafter.kind is {kind!r}, expected a method with weights: "
