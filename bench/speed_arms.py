@@ -28,6 +28,7 @@ SHAPES = {
     "dynamic 8": Budget(8, 4, 4),
     "dynamic 25": Budget(25, 6, 6),
     "dynamic 60": Budget(60, 7, 10),
+    "dynamic 80": Budget(80, 6, 8),
 }
 POLICY = "Goodput"
 PLAIN = "none"

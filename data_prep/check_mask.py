@@ -22,7 +22,12 @@ PIECE = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]|\s+|[^\s<\[]+|.")  # special toke
 def faults(
     conversation: Conversation, examples: Sequence[Example], tokenizer: Any, data: DataSection
 ) -> list[str]:
-    """Return the faults of a mask: each supervised run must be one answer, from its first token to its end mark."""
+    """Return the faults of a mask: each supervised run must be one answer, from its first token to its end mark.
+
+    The mask of a record of token ids is another program's, and its messages are not known.
+    """
+    if conversation.row is not None:
+        return []
     runs = runs_of(examples)
     answers = list(expected_answers(conversation, tokenizer, data))
     num_missing = max(0, len(answers) - len(runs))
@@ -55,6 +60,8 @@ def unlike_served(
     conversation: Conversation, examples: Sequence[Example], tokenizer: Any, data: DataSection
 ) -> int:
     """Return how many answers follow a text that differs from the end of the serving prompt."""
+    if conversation.row is not None:
+        return 0
     runs = runs_of(examples)
     places = weighted_places(conversation, data)
     if len(places) != len(runs):

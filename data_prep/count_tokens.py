@@ -12,9 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data_prep.draft_vocab import vocab_size_of
 from data_prep.read_once import open_cache
-from data_prep.tokens import encode, load_tokenizer
+from data_prep.tokens import encode, load_tokenizer, vocab_size_of
 from eagle.disk import lock_folder
 from eagle.drafters.lookup.counts import Tables, save_tables, tokenizer_identity
 from eagle.log import progress, script

@@ -9,12 +9,12 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from data_prep.read_once import open_cache
+from data_prep.tokens import vocab_size_of
 from eagle.core.examples import Example, most_frequent, token_counts
-from eagle.data.identity import data_identity, folder_of
+from eagle.data.identity import data_identity
 from eagle.drafters.parts.reduced_vocab import save_draft_vocab
-from eagle.formats.reading.files import parse_json
 from eagle.log import script
-from eagle.recipe import Recipe, TargetSection
+from eagle.recipe import Recipe
 from eagle.recipe.command_lines import command_line
 
 
@@ -26,16 +26,6 @@ def counts_of(examples: Iterable[Example], vocab_size: int) -> Tensor:
 def coverage(counts: Tensor, size: int) -> float:
     """Return the fraction of supervised tokens that are among the `size` most frequent."""
     return float(counts[most_frequent(counts, size)].sum() / counts.sum())
-
-
-def vocab_size_of(target: TargetSection) -> int:
-    """Return the rows of the target's LM head by its config, which may be more than its tokenizer knows."""
-    path = folder_of(target.path, target.revision, ("config.json",)) / "config.json"
-    config = parse_json(path.read_bytes(), str(path))
-    size = config.get("text_config", config).get("vocab_size")
-    if not isinstance(size, int):
-        raise ValueError(f"the config of {target.path} has vocab_size {size!r}, expected a number")
-    return size
 
 
 def report(counts: Tensor, size: int) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from data_prep.token_cache import TokenCache
+from data_prep.read_once import TokenCache
 
 # Tokens of a run; contamination is usually counted by 13-grams.
 LENGTH = 13

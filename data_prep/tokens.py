@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache, partial
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,17 @@ from data_prep.chats.turns import SURROGATE, Dropped
 from data_prep.conversations import Tally, read_conversations
 from data_prep.image_texts import ImageReader, ShownText
 from eagle.core.examples import Example, count_shared
-from eagle.data.identity import stop_ids
+from eagle.data.identity import folder_of, stop_ids
+from eagle.formats.reading.files import parse_json
 from eagle.log import progress
-from eagle.recipe import DataSection, Recipe
+from eagle.recipe import DataSection, Recipe, TargetSection
 from eagle.target.gguf import model_folder
 
-# Keys of a loaded tokenizer's `init_kwargs`: what puts images into texts, and the stop tokens of the target.
+# Keys of a loaded tokenizer's `init_kwargs`: what puts images into texts, the target's stop tokens and its vocabulary.
 IMAGES = "image_reader"
 STOP_IDS = "stop_ids"
+# A function that returns the size of the target's vocabulary.
+VOCAB_SIZE = "vocab_size_of_target"
 
 
 def load_tokenizer(recipe: Recipe) -> Any:
@@ -50,7 +53,19 @@ def load_tokenizer(recipe: Recipe) -> Any:
         )
     tokenizer.init_kwargs[STOP_IDS] = stop_ids(target)
     tokenizer.init_kwargs[IMAGES] = load_image_reader(recipe)
+    # Read once, and only where data are token ids already.
+    tokenizer.init_kwargs[VOCAB_SIZE] = cache(partial(vocab_size_of, target))
     return tokenizer
+
+
+def vocab_size_of(target: TargetSection) -> int:
+    """Return the rows of the target's LM head by its config, which may be more than its tokenizer knows."""
+    path = folder_of(target.path, target.revision, ("config.json",)) / "config.json"
+    config = parse_json(path.read_bytes(), str(path))
+    size = config.get("text_config", config).get("vocab_size")
+    if not isinstance(size, int):
+        raise ValueError(f"the config of {target.path} has vocab_size {size!r}, expected a number")
+    return size
 
 
 def load_image_reader(recipe: Recipe) -> ImageReader | None:
@@ -172,8 +187,14 @@ def examples_of(
         )
     notes: set[str] = set()
     examples: list[Example] = []
+    texts: list[RenderedText] = []
     try:
-        texts = render_answers(conversation, tokenizer, data, stop_texts(tokenizer), notes=notes)
+        if conversation.row is not None:
+            examples += examples_of_row(conversation, tokenizer, data.max_length, notes)
+        else:
+            texts = render_answers(
+                conversation, tokenizer, data, stop_texts(tokenizer), notes=notes
+            )
         shown = [show_text(text, conversation, tokenizer) for text in texts]
         for text, text_shown in zip(texts, shown, strict=True):
             example = example_of(text, text_shown, tokenizer, data.max_length, notes)
@@ -244,6 +265,28 @@ def example_of(
     if not mask.any():
         return None
     return Example(tokens[:max_length], mask, shown=None if shown is None else shown.shown)
+
+
+def examples_of_row(
+    conversation: Conversation, tokenizer: Any, max_length: int, notes: set[str]
+) -> list[Example]:
+    """Return the example of a record of token ids, cut at `max_length`; none if nothing before is supervised."""
+    row = conversation.row
+    assert row is not None
+    # A tokenizer that was not loaded with a target knows no larger vocabulary than its own.
+    vocab_size = tokenizer.init_kwargs.get(VOCAB_SIZE, partial(len, tokenizer))()
+    wrong = [token for token in row.tokens if not 0 <= token < vocab_size]
+    if wrong:
+        raise ValueError(
+            f"{conversation.id}: its token ids hold {wrong[:5]}, expected 0..{vocab_size - 1}, the target's "
+            "vocabulary: write the record with the target's own tokenizer"
+        )
+    if len(row.tokens) > max_length:
+        notes.add("cut at max_length")
+    mask = torch.tensor(row.mask[:max_length], dtype=torch.bool)
+    if not mask.any():
+        return []
+    return [Example(torch.tensor(row.tokens[:max_length]), mask)]
 
 
 def encode(text: str, tokenizer: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -35,13 +35,18 @@ from eval.load_run import (
     settle_threads,
 )
 from eval.measure_batches import measure_batches
-from eval.measurement import Measurement
-from eval.processes import ALONE, Processes
+from eval.measurement import ALONE, Measurement, Processes
 from eval.prompts import Case, encode_prompt, questions, tell_shortage
 from eval.report import figures, markdown, page
-from eval.result_files.answer_rows import Row, row_of
 from eval.result_files.results import ACCEPTANCE_LENGTH, SPEED_UP, read_results
-from eval.result_files.write_results import ResultsWriter, merge_parts, part_of, read_stored
+from eval.result_files.write_results import (
+    ResultsWriter,
+    Row,
+    merge_parts,
+    part_of,
+    read_stored,
+    row_of,
+)
 
 # tokens of a generation that is not counted
 WARM_UP = 16

@@ -15,7 +15,7 @@ from eagle.decoding.loop import Decoding
 from eval.load_run import MeasuredDrafter
 from eval.measurement import Measurement
 from eval.prompts import Case
-from eval.result_files.answer_rows import Row, batch_row_of
+from eval.result_files.write_results import Row, batch_row_of
 
 # tokens of each text of a batch that is not counted
 WARM_UP = 4

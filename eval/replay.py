@@ -98,7 +98,7 @@ def replay(
     Raises:
         ValueError: Drafts are sampled above temperature 0: the target's random numbers decide how much is kept.
     """
-    if drafter.reads.choices or drafter.reads.texts:
+    if drafter.reads.trees or drafter.reads.texts:
         # known from forwards of the target alone
         return _decode(target, drafter, target_answer, budget, seconds=seconds)
     if getattr(budget, "draw", None) == "sampled" and target_answer.sampling.temperature > 0:

@@ -24,7 +24,6 @@ from eval.page.page_parts import (
     ReportData,
     Section,
     code,
-    fewest_at_a_time,
     table,
     task_of,
 )
@@ -32,15 +31,11 @@ from eval.page.page_speed import (
     batches,
     by_task,
     comparison,
-    describe_output,
-    describe_tree,
     headline,
-    texts_in_a_step,
     time_split,
     verdicts,
 )
 from eval.result_files.buckets import EVERY, Buckets, several_buckets
-from eval.result_files.figures import format_number
 from eval.result_files.results import (
     ACCEPTANCE_LENGTH,
     CPU_SPEED_UP,
@@ -53,8 +48,13 @@ from eval.result_files.results import (
     Metric,
     Results,
     count_cycles,
+    describe_output,
+    describe_tree,
+    fewest_at_a_time,
     read_results,
+    texts_in_a_step,
 )
+from eval.result_files.statistics import format_number
 
 FIGURES = {
     "acceptance_length": ACCEPTANCE_LENGTH,

@@ -35,7 +35,7 @@ from eagle.formats.export import EXPORTERS, export
 from eagle.recipe import Recipe
 from eagle.target.target import Target
 from eagle.target.weights.quantised import method_of, read_quantization, why_not_here
-from eagle.training.first_head import first_head
+from eagle.training.start import first_head
 from eagle.training.trackers import check_trackers
 from recipes.forecast import (
     GB,

@@ -9,15 +9,14 @@ from pathlib import Path
 import torch
 
 from data_prep.read_once import read_examples
-from eagle.data.open import follow_head, open_features
 from eagle.drafters import settings_of
 from eagle.log import script
 from eagle.recipe import Recipe
 from eagle.recipe.command_lines import parse_train
 from eagle.shipped import commit
 from eagle.target.borrowed import Borrowed
-from eagle.training.first_head import first_head
 from eagle.training.launch import launch, resolve_dtype, splits_weights
+from eagle.training.start import first_head, follow_head, open_features
 from eagle.training.train import train
 from recipes.check import check
 from recipes.held_out import NOT_DECODED, open_decoding

@@ -11,14 +11,13 @@ import torch
 
 from data_prep.read_once import read_examples
 from eagle.data.features import LiveFeatures
-from eagle.data.open import open_features
 from eagle.drafters import settings_of
 from eagle.log import script
 from eagle.recipe import Recipe
 from eagle.recipe.command_lines import command_line
 from eagle.shipped import commit
-from eagle.training.first_head import first_head
 from eagle.training.launch import launch, resolve_dtype
+from eagle.training.start import first_head, open_features
 from eagle.training.train_joint import train_jointly
 
 

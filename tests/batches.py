@@ -28,6 +28,7 @@ from eagle.decoding.loop import Decoding
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.drafters.draft_model import DraftModel, DraftModelSettings
 from eagle.drafters.lookup.ngram import NgramDrafter
+from eagle.drafters.lookup.recycling import RecyclingDrafter
 from eagle.drafters.lookup.suffix import SuffixDrafter
 from eagle.drafters.none import NoDrafter
 from eagle.drafters.several import FirstOf
@@ -279,9 +280,13 @@ MAKE: dict[str, Any] = {
     "chains": lambda target, requests: KnowsAnswers(requests, chains=True),
     "ngram": lambda target, requests: NgramDrafter(),
     "suffix": lambda target, requests: SuffixDrafter(),
+    "recycling": lambda target, requests: RecyclingDrafter(),
     "eagle1": lambda target, requests: new_head("eagle1", target),
     "eagle3": lambda target, requests: new_head("eagle3", target),
     "draft_model": lambda target, requests: own_model(target),
     "ngram,eagle1": lambda target, requests: FirstOf([NgramDrafter(), new_head("eagle1", target)]),
 }
-REMEMBERS = {"suffix"}  # earlier texts, so that its drafts depend on which requests have ended
+REMEMBERS = {
+    "suffix",
+    "recycling",
+}  # earlier texts, so that its drafts depend on which requests have ended

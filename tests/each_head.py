@@ -13,12 +13,11 @@ from typing import Any
 import torch
 
 from data_prep.read_once import read_examples
-from eagle.data.open import follow_head, open_features
 from eagle.drafters import settings_of
 from eagle.log import script
 from eagle.recipe import DrafterSection, Recipe
-from eagle.training.first_head import first_head
 from eagle.training.launch import launch, splits_weights
+from eagle.training.start import first_head, follow_head, open_features
 from eagle.training.train import train
 from tests.registry import TRAINED
 

@@ -27,7 +27,6 @@ from eagle.core.drafter import TrainableDrafter
 from eagle.core.examples import Example
 from eagle.core.tree import PUBLISHED_TREE, chain_paths
 from eagle.data.features import LiveFeatures, extract, taps_of
-from eagle.data.open import follow_head
 from eagle.data.stored_rows import DTYPES, parts_of, unpack_features
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.drafters.blocks import block_spans
@@ -37,6 +36,7 @@ from eagle.drafters.parts import spans
 from eagle.drafters.several import FirstOf
 from eagle.recipe import TrainSection
 from eagle.target.trees.read_modes import TreeReadMode
+from eagle.training.start import follow_head
 from eagle.training.train import _Run
 from tests import simulated
 from tests.registry import BY_DEFAULT

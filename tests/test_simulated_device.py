@@ -34,6 +34,8 @@ RANKED = "beam._best_tokens"
 DRAFTED = "draft_model._drafted"
 # the target's choices at all nodes of the last trees
 CHOICES = "lookahead.propose"
+# the target's likeliest tokens after all that it has read
+LEARNED = "recycling.learn"
 # which tokens are likely enough; the choice after it is one more wait
 TYPICAL = "verify.walk_typically"
 DRAWN = {f"verify.{name}" for name in ("sample_tree", "sample_block", "walk_leniently", "pick")}
@@ -43,6 +45,7 @@ FAST = [
     "decode eagle3, T=1, grown, batch",
     "decode medusa, T=1, grown, batch",
     "decode lookahead, T=1, grown, batch",
+    "decode recycling, T=1, grown, batch",
     "decode ngram, greedy, grown, batch, hybrid by paths",
     "train eagle1",
     "train eagle3.1",
@@ -105,7 +108,7 @@ def check_run(name: str, line: dict[str, Any]) -> None:
 
 def allowed_places(name: str) -> set[str]:
     """Return where the host may wait in a run that decodes."""
-    allowed = {*CYCLE, DRAFTED, CHOICES}
+    allowed = {*CYCLE, DRAFTED, CHOICES, LEARNED}
     if "drawn" in name or "lenient" in name:
         allowed |= DRAWN
     if "typical" in name:
@@ -126,6 +129,7 @@ def check_cycles(name: str, line: dict[str, Any], waits: dict[str, int]) -> None
     assert waits.get(EARLY, 0) <= (line["cycles"] if one_by_one else steps)
     assert waits.get(DRAFTED, 0) <= steps
     assert waits.get(CHOICES, 0) <= steps
+    assert waits.get(LEARNED, 0) <= steps
     if TYPICAL in waits:  # row by row, each twice
         assert waits[TYPICAL] <= waits["verify.__call__"] <= line["cycles"] + prompts
     elif not waits.keys() & DRAWN:

@@ -18,6 +18,7 @@ from data_prep.chats.marks import (
     unfinished_reason,
     weight_of,
 )
+from data_prep.chats.token_rows import IDS_NOTE, MASK, TokenRow, token_row_of
 from data_prep.chats.turns import (
     ASSISTANT,
     CALLS,
@@ -60,6 +61,8 @@ class Conversation:
     messages: list[dict[str, Any]]  # with a mark in the content for each image
     tools: list[dict[str, Any]] | None = None
     images: tuple[Source, ...] = ()
+    # token ids that stand for the messages, which are then left out
+    row: TokenRow | None = None
 
 
 def conversation_of(
@@ -68,10 +71,17 @@ def conversation_of(
     """Return the conversation of a record, and notes on changes; `place` is its id if the record has none.
 
     With `answered=False` the answers are yet to come: questions alone will do, and the answers are not checked.
-    Records with images are read only with `images=True`.
+    Records with images are read only with `images=True`. Token ids with a loss mask are taken in place of messages.
     """
     if not isinstance(record, dict):
         raise Dropped("not an object")
+    row = token_row_of(record, place)
+    if row is not None and not answered:
+        # The messages are read, and its mask is not one of turns.
+        record = {**record, MASK: None}
+    elif row is not None:
+        check_wanted(record)
+        return Conversation(_name_of(record, place), [], row=row), {IDS_NOTE}
     notes: set[str] = set()
     sources: list[Source] = []
     try:
@@ -86,15 +96,20 @@ def conversation_of(
         if sources:
             # Images of turns that were cut are left out.
             messages, sources = pick_images(messages, sources)
-        name = first_of(record, *IDS)
-        if not isinstance(name, str | int) or name == "":
-            name = place
         tools = tools_of(first_of(record, "tools", "functions"))
-        conversation = Conversation(str(name), messages, tools, tuple(sources))
+        conversation = Conversation(_name_of(record, place), messages, tools, tuple(sources))
         _check_text(conversation)
     except RecursionError:
         raise Dropped("nested too deeply") from None
     return conversation, notes
+
+
+def _name_of(record: dict[str, Any], place: str) -> str:
+    """Return the record's id; its place if it has none."""
+    name = first_of(record, *IDS)
+    if not isinstance(name, str | int) or name == "":
+        name = place
+    return str(name)
 
 
 def reason_to_drop(answer: dict[str, Any]) -> str | None:

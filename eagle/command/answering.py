@@ -9,8 +9,7 @@ from time import perf_counter
 from typing import Any, TextIO
 
 from eagle.core.drafter import Drafter
-from eagle.core.spelling import Spelling
-from eagle.core.trace import Trace
+from eagle.core.trace import Spelling, Trace
 from eagle.decoding.decode import stream
 from eagle.recipe.plain_yaml import lay_over
 from eagle.target.target import Target

@@ -168,7 +168,11 @@ def check_begin(
     generate(target, used, earlier, max_new_tokens=8, stop=[])
     got = generate(target, used, prompt, sampling=sampling, max_new_tokens=16, stop=[])
     expected = generate(target, make(), prompt, sampling=sampling, max_new_tokens=16, stop=[])
-    if got.cycles != expected.cycles or trees_of(got) != trees_of(expected):
+    differs = got.tokens != expected.tokens
+    # a drafter that learns from all sequences drafts the second one otherwise, but the answer is the same
+    if not used.remembers:
+        differs |= got.cycles != expected.cycles or trees_of(got) != trees_of(expected)
+    if differs:
         raise Fault(
             f"{describe_sampling(sampling)} a second text is not drafted as if it were the first: cycle "
             f"{first_difference(trees_of(got), trees_of(expected))}; what is kept of a text belongs to the object "
@@ -260,9 +264,13 @@ def check_side_by_side(
     make: Make, target: Target, prompts: list[list[int]], sampling: Sampling
 ) -> None:
     """Check that sequences in a batch, and in streams that share a drafter, are drafted as each alone."""
-    alone = draft_alone(make, target, prompts, sampling)
-    _compare_traces(draft_in_batch(make, target, prompts, sampling), alone, "in a batch", sampling)
     drafter = make()
+    alone = draft_alone(make, target, prompts, sampling)
+    batch = draft_in_batch(make, target, prompts, sampling)
+    if drafter.remembers:
+        alone = _without_cycles(alone)
+        batch = _without_cycles(batch)
+    _compare_traces(batch, alone, "in a batch", sampling)
     traces = []
     streams = []
     for row in range(2):
@@ -282,7 +290,14 @@ def check_side_by_side(
         )
     for _ in zip_longest(*streams):  # takes one cycle of each stream in turn
         pass
+    if drafter.remembers:
+        traces = _without_cycles(traces)
     _compare_traces(traces, alone[:2], "in streams that are asked in turn", sampling)
+
+
+def _without_cycles(traces: list[Trace]) -> list[Trace]:
+    """Return the answers alone, of a drafter that learns from all sequences and so drafts otherwise beside others."""
+    return [Trace(trace.tokens) for trace in traces]
 
 
 def _compare_traces(got: list[Trace], expected: list[Trace], how: str, sampling: Sampling) -> None:

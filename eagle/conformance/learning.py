@@ -231,9 +231,13 @@ def _check_figures(validated: dict[str, float], losses: dict[str, float]) -> Non
 
 
 def check_drafted_as_validated(make: Make, target: Target, batch: Batch) -> None:
-    """Check that chains drafted after each slot are accepted as far as `validate` says, by a head that was trained."""
+    """Check that chains drafted after each slot are accepted as far as `validate` says, by a head that was trained.
+
+    `validate` takes the inputs of training, and counts at each level how many chains reach it and how many are accepted
+    there. If drafting counts others, a head is trained on other states or tokens than it drafts with.
+    """
     head = make()
-    # an untrained head is hardly ever accepted
+    # drafts of an untrained head are hardly ever accepted, so counts of 0 would agree whatever it reads
     teach(head, target, batch)
     head.eval().bind(target.head)
     sums = head.validate(batch, target.head, {"chain": CHAIN})
@@ -244,6 +248,7 @@ def check_drafted_as_validated(make: Make, target: Target, batch: Batch) -> None
         difference = max(
             abs(validated_reached - reached[level]), abs(validated_accepted - accepted[level])
         )
+        # rounding may decide a near-tie of two tokens otherwise, and one slot's chain then counts differently
         if difference > TIES:
             raise Fault(
                 f"validate says that of {validated_reached} chains that come to level {level + 1} {validated_accepted} "

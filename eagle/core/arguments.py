@@ -12,7 +12,6 @@ from eagle.core.budget import Budget
 from eagle.core.drafter import Drafter
 from eagle.core.sampling import Sampling, to_int, whole
 from eagle.core.trace import Trace
-from eagle.core.tree import chain_paths
 
 TEXT_INPUTS = ("input_ids", "attention_mask")
 # inputs with such a name in a processor's output hold images or videos
@@ -78,16 +77,6 @@ def _check_rule(sampling: Sampling, budget: Any, drafter: Drafter) -> None:
     if sampling.typical is not None:
         raise ValueError(
             "typical acceptance asks the target alone: got sampled drafts, use Budget(draw='likeliest')"
-        )
-    # a budget without paths is refused in sampled mode by Budget itself; a policy may have none to look at
-    paths = getattr(budget, "paths", None)
-    if (
-        sampling.rule == "block"
-        and paths is not None
-        and sorted(paths) != sorted(chain_paths(len(paths)))
-    ):
-        raise ValueError(
-            "block verification is defined for chains: got a tree with branches; use rule='token'"
         )
 
 

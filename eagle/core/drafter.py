@@ -1,4 +1,4 @@
-"""The protocol of drafting methods: their inputs and their outputs."""
+"""The protocol of drafting methods: what they borrow from the target, their inputs and their outputs."""
 
 # A committed tokens, N nodes, C choices, L taps, D target width, K rows, P positions, V vocabulary
 
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from eagle.core.budget import Budget
 from eagle.core.examples import Batch
 from eagle.core.row_errors import run_rows
-from eagle.core.target_head import TargetHead as TargetHead
 from eagle.core.tree import DraftTree, Paths
+from eagle.device import in_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,131 @@ class Parts:
     tokens: tuple[str, ...] = ()  # settings whose value is a token id
     # how many levels one forward drafts in parallel; None if each level reads the token of the level before
     levels: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TargetHead:
+    """The target's frozen embedding and LM head, which drafters borrow."""
+
+    embedding: nn.Module
+    output: nn.Module  # the LM head
+    embed_scale: float = 1.0  # factor on embeddings, beside one that the module applies itself
+    logit_scale: float = 1.0  # factor on logits
+    softcap: float | None = None  # c in logits = c tanh(logits / c), as in Gemma 2
+    # the hidden size of the layers if it is known; a few models have embeddings of another size
+    width: int | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TargetHead:
+        """Return itself, so that a copied head shares the target."""
+        return self
+
+    @property
+    def scale(self) -> float:
+        """The factor between a row of the embedding matrix and the embedding, with the module's own factor (Gemma)."""
+        # rounded to the weights' precision, as the module does
+        factor = torch.as_tensor(getattr(self.embedding, "embed_scale", 1.0))
+        return self.embed_scale * factor.to(self.embedding.get_parameter("weight").dtype).item()
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return token embeddings as the target's first layer sees them, without learned positions."""
+        embedded = self.embedding(tokens)
+        if self.width not in (None, embedded.shape[-1]):
+            raise ValueError(
+                f"the target embeds tokens in width {embedded.shape[-1]} and its layers have width {self.width}: got a "
+                "method that reads both as one, expected one without embeddings, as draft_model, ngram or suffix"
+            )
+        if self.embed_scale == 1.0:
+            return embedded
+        return embedded * self.embed_scale
+
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return the logits [.., V] of the LM head's input [.., D], in the weights' dtype.
+
+        Args:
+            hidden: The input.
+            out: A tensor [.., V] to write the product to, which saves memory. With a scale or a softcap the result is
+                another tensor.
+        """
+        hidden = hidden.to(self.weight.dtype)
+        if out is None:
+            logits = self.output(hidden)
+        else:
+            logits = torch.matmul(hidden, self.weight.T, out=out)
+            bias = getattr(self.output, "bias", None)
+            if bias is not None:
+                logits += bias
+        if self.logit_scale != 1.0:
+            logits = logits * self.logit_scale
+        if self.softcap is not None:
+            logits = (logits / self.softcap).tanh() * self.softcap
+        return logits
+
+    def slope(self, logits: Tensor, hidden: Tensor) -> Tensor | None:
+        """Return the derivative [.., V] of the logits by the values before the softcap; None without a softcap.
+
+        `pull_back` needs it. The loss computes gradients by hand, chunk by chunk, so it asks before it overwrites the
+        logits.
+
+        Args:
+            logits: [.., V], after the softcap.
+            hidden: [.., D], their input, which heads need whose logits are no matrix product (`eagle.target`).
+        """
+        if self.softcap is None:
+            return None
+        # d/dx c tanh(x / c) = 1 - tanh(x / c)^2
+        return 1 - (logits / self.softcap) ** 2
+
+    def pull_back(self, gradient: Tensor, slope: Tensor | None) -> Tensor:
+        """Return the gradient [.., D] at the hidden states, by the chain rule.
+
+        d logits / d hidden = slope of the softcap * logit scale * matrix
+
+        Args:
+            gradient: [.., V], at the logits; it is overwritten.
+            slope: What `slope` returned.
+        """
+        if slope is not None:
+            gradient = gradient.mul_(slope)
+        hidden = gradient.to(self.weight.dtype) @ self.weight
+        if self.logit_scale == 1.0:
+            return hidden
+        return hidden * self.logit_scale
+
+    def narrow(self, tokens: Tensor | slice) -> TargetHead:
+        """Return a head whose logits are those of a subset of the vocabulary, in the order of `tokens`.
+
+        Rows of the matrix are copied, unless `tokens` is a slice.
+        """
+        bias = getattr(self.output, "bias", None)
+        rows = self.weight[tokens]
+        # on the meta device, so that no matrix is initialised only to be replaced
+        output = nn.Linear(rows.shape[1], rows.shape[0], bias=bias is not None, device="meta")
+        output.weight = nn.Parameter(rows, requires_grad=False)
+        if bias is not None:
+            output.bias = nn.Parameter(bias[tokens], requires_grad=False)
+        return replace(self, output=output)
+
+    def cast(self, dtype: torch.dtype) -> TargetHead:
+        """Return this head in a precision: itself if it has that precision already, else a copy."""
+        if self.weight.dtype == dtype:
+            return self
+        embedding = in_dtype(copy.deepcopy(self.embedding), dtype)
+        output = in_dtype(copy.deepcopy(self.output), dtype)
+        return replace(self, embedding=embedding, output=output)
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether the logits are a linear function of the hidden states, without a softcap."""
+        return self.softcap is None
+
+    def start_matrix(self) -> Tensor:
+        """Return the matrix [V, D] times the logit scale, as the initial weights of a drafter's own LM head."""
+        return self.weight * self.logit_scale
+
+    @property
+    def weight(self) -> Tensor:
+        """[V, D], the LM head's matrix."""
+        return self.output.get_parameter("weight")
 
 
 class HeadShape(Protocol):
@@ -82,6 +207,13 @@ class Reads:
     weights: bool = False  # whether `for_target` gets the target's tensors by name, as `weights`
     # whether the target's states after each node of the last tree, at the drafter's taps, are in `Committed.states`
     states: bool = False
+    # how many likely next tokens of every token that the target has read are in `Committed.followers`
+    followers: int = 0
+
+    @property
+    def trees(self) -> bool:
+        """Whether it reads what the target computes at the nodes of a tree, the rejected ones included."""
+        return bool(self.choices or self.states or self.followers)
 
 
 class ColumnBytes(NamedTuple):
@@ -89,6 +221,21 @@ class ColumnBytes(NamedTuple):
 
     cached: int  # its keys and values in all layers
     tapped: int  # its hidden state at one tap
+
+
+class Followers(NamedTuple):
+    """All tokens that the target has read, rejected ones too, with its likeliest next tokens, whatever it chose."""
+
+    tokens: Tensor  # [R], of the prompt or of all nodes of a tree, on the host
+    likeliest: Tensor  # [R, C], likeliest first; of equally likely tokens the one with the lowest id comes first
+
+    @classmethod
+    def join(cls, batches: Sequence[Followers]) -> Followers | None:
+        """Join consecutive batches into one; None if there are none."""
+        if not batches:
+            return None
+        tokens, likeliest = zip(*batches, strict=True)
+        return cls(torch.cat(tokens), torch.cat(likeliest))
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +250,9 @@ class Committed:
     # [N, C], the target's best tokens after each node of the tree, best first
     choices: Tensor | None = None
     states: Tensor | None = None  # [N, L, D], the target's states after each node of the tree
+    followers: Followers | None = (
+        None  # of all tokens that the target has read since the last update
+    )
 
     @classmethod
     def join(cls, updates: Sequence[Committed]) -> Committed:
@@ -112,8 +262,14 @@ class Committed:
             return last
         tokens = torch.cat([update.tokens for update in updates])
         features = [update.features for update in updates if update.features is not None]
+        followers = [update.followers for update in updates if update.followers is not None]
         # root, tree, choices and states are those after the last update
-        return replace(last, tokens=tokens, features=torch.cat(features) if features else None)
+        return replace(
+            last,
+            tokens=tokens,
+            features=torch.cat(features) if features else None,
+            followers=Followers.join(followers),
+        )
 
 
 class DraftText(Protocol):
@@ -156,6 +312,8 @@ class Drafter:
     budget: Budget | None = None  # the budget that it was tuned to
     # whether it predicts how likely a child of a node is accepted, which `Budget.confidence` needs
     rates_nodes = False
+    # whether it learns from all sequences, so that the drafts of one depend on those before and beside it
+    remembers = False
     frozen: tuple[TargetHead, ...] = ()  # the target's head, once it is bound to one
 
     def begin(self, noise: Noise | None = None) -> DraftText:

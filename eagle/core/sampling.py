@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from eagle.device import upload
+from eagle.device import must_wait, upload
 
 PUBLISHED_TYPICAL = (0.09, 0.3)  # epsilon and delta of Medusa's released code
 
@@ -115,7 +115,8 @@ class Sampling:
     repetition_penalty: float = 1.0  # of tokens that the sequence holds already; 1 is none
     seed: int = 0  # of the noise
     request: int = 0  # number of the sequence: sequences with one seed have noise of their own
-    rule: Literal["token", "block"] = "token"  # of verification, for sampled drafts
+    # of verification, for sampled drafts: each token by itself, or whole paths, which accepts at least as many
+    rule: Literal["token", "block"] = "token"
     # LOSSY: with either of these the output does not follow the target's distribution
     lenience: float = 1.0  # LOSSY below 1
     # LOSSY: typical acceptance, by its epsilon and delta
@@ -258,6 +259,42 @@ def warp(logits: Tensor, sampling: Sampling) -> Tensor:
         threshold = sampling.min_p * probs.amax(-1, keepdim=True)
         scores = scores.masked_fill(probs < threshold, -math.inf)
     return scores
+
+
+def rank_tokens(logits: Tensor, count: int) -> Tensor:
+    """Return the `count` tokens [K, C] of the highest logits [K, V], highest first; of equals the lowest id first."""
+    size = min(count, logits.shape[-1])
+    values, tokens = logits.topk(min(size + 1, logits.shape[-1]))
+    tokens = tokens[:, :size]
+    # `topk` takes any of equals, and bf16 logits are often equal: look again where the next logit equals the last
+    if must_wait(logits.device):
+        # in all rows, as the host would wait to see in which
+        tokens = _take_lowest(logits, values[:, :size], tokens)
+    else:
+        rows = (values[:, -1] == values[:, size - 1]).nonzero()[:, 0]
+        tokens[rows] = _take_lowest(logits[rows], values[rows, :size], tokens[rows])
+    # in the order of logits, and equals in the order of ids
+    tokens = tokens.sort(dim=-1).values
+    order = logits.gather(-1, tokens).sort(dim=-1, descending=True, stable=True).indices
+    return tokens.gather(-1, order)
+
+
+def _take_lowest(logits: Tensor, values: Tensor, tokens: Tensor) -> Tensor:
+    """Return the best tokens [K, C], where those equal to the last one are the lowest ids of these equals.
+
+    `values` [K, C] and `tokens` [K, C] are those of `topk`.
+    """
+    vocab_size = logits.shape[-1]
+    last = values[:, -1:]
+    # nan equals nothing, itself included
+    is_equal = (logits == last) | last.isnan()
+    ids = torch.arange(vocab_size, device=logits.device)
+    lowest = torch.where(is_equal, ids, vocab_size).topk(values.shape[-1], largest=False).values
+    # the tokens above the last one come first, then as many equals as there is space for
+    num_above = (values > last).sum(-1, keepdim=True)
+    ranks = torch.arange(values.shape[-1], device=logits.device)
+    equals = lowest.gather(-1, (ranks - num_above).clamp(min=0))
+    return torch.where(ranks < num_above, tokens, equals)
 
 
 def in_fp32(logits: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from threading import Lock
 
@@ -49,13 +50,14 @@ class Choose:
         drawn: bool = False,
         process: Process | None = None,
     ) -> None:
-        """Make the chooser of one request, with its noise if it samples.
+        """Make the chooser of one request's tokens, with its noise if the temperature is above 0.
 
         Args:
             sampling: How the target samples.
             uses: How often each (seed, request number) was used; shared by all requests to a target.
             drawn: Whether drafts are sampled (`Budget.draw`). Drafters and policies may remember tokens that depend on
-                the noise of earlier requests, so every such request gets new noise and coins.
+                the noise of earlier requests, so such a request gets noise and coins from `private_seed`, which no
+                earlier request had. Coins are the random numbers that accept or reject a sampled draft.
             process: Replaces the sampling's penalty, temperature and filters. The fields of the sampling then only
                 tell drafters roughly what it does.
         """
@@ -64,6 +66,8 @@ class Choose:
         self.uses = Counter() if uses is None else uses
         self.noise: Noise | None = None
         if sampling.temperature > 0:
+            # hashed twice, as the drafter's own noise (`DrafterNoise.private`) has the private seed hashed once: drafts
+            # that shared the target's noise would bias the output
             seed = mix64(mix64(self.private_seed)) if drawn else sampling.seed
             self.noise = Noise(seed, sampling.request)
 
@@ -411,71 +415,91 @@ def _remove_tokens(probs: Tensor, tokens: list[int]) -> Tensor:
 def sample_block(
     tree: DraftTree, target_probs: Probs, coin: Coin, pick: Pick
 ) -> tuple[list[int], int]:
-    """Verify a sampled chain as one block: exact, and on average it accepts at least as many as `sample_tree`.
+    """Verify whole paths of sampled drafts: exact, and on average it accepts at least as many as `sample_tree`.
 
-    Block verification (Sun et al. 2024, arXiv 2403.10444, algorithm 2), with target p, draft q and drafted tokens
-    x_1 .. x_n:
+    Traversal verification (arXiv 2505.12398), which on a chain is block verification (Sun et al. 2024, arXiv
+    2403.10444). Let w(u) be the weight of node u, p the target and q the draft after it:
 
-        w_0 = 1,  w_i = min(1, w_(i-1) p(x_i) / q(x_i))          the weight of the first i tokens
-        r_i(x) = max(0, w_i p(x | x_1 .. x_i) - q(x | x_1 .. x_i))   what the target wants beyond the next draft
-        h_n = w_n,  h_i = |r_i| / (|r_i| + 1 - w_i)              the chance to keep i tokens, asked from n down
+        w(root) = 1,  w(child x of u) = min(1, w(u) p(x) / q(x))
 
-    The longest prefix whose coin says yes is kept. The next token comes from r_i, normalised, or from p after all n.
+    The first leaf is kept, with all nodes before it, with probability w(leaf). If it is not, it is removed, and what
+    its parent u owes changes:
+
+        r = max(0, w(u) p - q),  p <- r / |r|,  q <- q without the removed token,  w(u) <- |r| / (|r| + 1 - w(u))
+
+    A node without children left is a leaf itself. The root always is kept.
+    """
+    children = tree.children()
+    law = target_probs(0)
+    path = [_Step(0, 1.0, law, proposal=law, untried=children[0])]
+    while True:
+        _lengthen(path, tree, children, target_probs)
+        last = path[-1]
+        nodes = [step.node for step in path]
+        # only nan differs from itself
+        if last.weight != last.weight:
+            return nodes[:-1], NAN
+        if len(path) == 1 or coin(last.weight):
+            return nodes, pick(last.law)
+        parent = path[-2]
+        remainder = (parent.weight * parent.law - last.proposal).clamp_(min=0)
+        mass = float(to_host([remainder.sum()])[0])
+        if mass > 0:
+            parent.law = remainder / mass
+            parent.removed.append(int(tree.tokens[last.node]))
+            parent.weight = mass / (mass + 1 - parent.weight)
+        else:
+            # nothing remains: draft and target are equal here up to rounding, or the weight is 0
+            parent.untried.clear()
+            parent.weight = 0.0
+        path.pop()
+
+
+@dataclass
+class _Step:
+    """A node of the path that `sample_block` judges."""
+
+    node: int
+    weight: float  # w
+    law: Tensor  # [V], p: what the token after the node must follow
+    proposal: Tensor  # [V], q: what the node was sampled from; the root's is never read
+    untried: list[int]  # its children that were not tried yet, in order
+    removed: list[int] = field(default_factory=list)  # the tokens of its removed children
+
+
+def _lengthen(
+    path: list[_Step], tree: DraftTree, children: list[list[int]], target_probs: Probs
+) -> None:
+    """Append the nodes from the end of a path to the first leaf below it, with their weights.
+
+    A weight is nan where the target's probabilities are; the path then ends there.
     """
     assert tree.draft_probs is not None
-    if not tree.is_chain:
-        raise ValueError(
-            "block verification is defined for chains: got a tree with branches; use rule='token'"
-        )
-    last = len(tree) - 1
-    tokens = tree.tokens.tolist()
-    # [V] each: p(. | x_1 .. x_i) after node i
-    target = [target_probs(node) for node in range(last + 1)]
-    # [N, V]; row i + 1 holds what x_(i+1) was sampled from, q(. | x_1 .. x_i)
-    draft = tree.draft_probs.to(target[0])
-    weights = [torch.ones_like(target[0][0])]  # w_0 to w_n
-    remainders = []  # r_0 to r_(n-1), [V] each
-    for node in range(1, last + 1):
-        weighted = weights[-1] * target[node - 1]
-        remainders.append((weighted - draft[node]).clamp_(min=0))
-        token = tokens[node]
-        weights.append((weighted[token] / draft[node][token]).clamp(max=1))
-    masses = [remainder.sum() for remainder in remainders]
-
-    # everything that the coins depend on is read in one transfer
-    values = to_host([torch.stack([*masses, *weights])])[0]
-    mass = values[:last]
-    weight = values[last:]
-    if mass.isnan().any():
-        return [0], NAN
-    length = _toss_block(mass, weight, coin)
-    path = list(range(length + 1))
-    if length < last and mass[length] > 0:
-        return path, pick(remainders[length] / masses[length])
-    # all tokens were kept, or the remainder is empty because draft and target are equal there up to rounding
-    return path, pick(target[length])
-
-
-def _toss_block(mass: Tensor, weight: Tensor, coin: Coin) -> int:
-    """Return how many tokens of a chain are kept, by tossing a coin with probability h_i for i tokens, from n down.
-
-    Args:
-        mass: [n], |r_i| of `sample_block`.
-        weight: [n + 1], w_i of `sample_block`.
-        coin: The coin.
-    """
-    last = len(mass)
-    for length in range(last, 0, -1):
-        if length == last:
-            odds = weight[last]
-        elif mass[length] > 0:
-            odds = mass[length] / (mass[length] + 1 - weight[length])
-        else:
-            # |r_i| is 0, and so is h_i; the formula could be 0 / 0
-            odds = mass[length]
-        if coin(float(odds)):
-            return length
-    return 0
+    start = len(path)
+    pairs = []
+    while path[-1].untried:
+        parent = path[-1]
+        node = parent.untried.pop(0)
+        token = tree.tokens[node]
+        draft_probs = tree.draft_probs[node].to(parent.law)
+        proposal = _remove_tokens(draft_probs, parent.removed)
+        pairs += [parent.law[token], proposal[token]]
+        path.append(_Step(node, 1.0, target_probs(node), proposal, untried=children[node]))
+    if not pairs:
+        return
+    # everything that the weights depend on is read in one transfer
+    values = to_host([torch.stack(pairs)])[0].tolist()
+    probs = zip(values[::2], values[1::2], strict=True)
+    for i, (target_prob, draft_prob) in enumerate(probs, start=start):
+        if not draft_prob > 0:
+            # the draft's probability has underflowed: this token and its later siblings count as not drafted
+            path[i - 1].untried.clear()
+            del path[i:]
+            return
+        path[i].weight = min(path[i - 1].weight * target_prob / draft_prob, 1.0)
+        if target_prob != target_prob:
+            del path[i + 1 :]
+            return
 
 
 def walk_leniently(tree: DraftTree, target_probs: Probs, lenience: float) -> tuple[list[int], int]:

@@ -1,23 +1,35 @@
-"""Training texts sampled from the draft model itself with its current weights (on-policy distillation)."""
+"""Answers that are written while training: sampled by the draft model itself, or drafted by the head for the target."""
 
-# T tokens of a sequence
+# T tokens of a sequence, K tokens of a draft, L taps, D target width
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eagle.core.examples import Example
+from eagle.core.budget import Budget
+from eagle.core.drafter import Committed, Drafter, Noise
+from eagle.core.examples import Drafts, Example, Features
 from eagle.core.noise import mix64
+from eagle.core.tree import DraftTree, chain_paths
 from eagle.core.verify import Sampling
 from eagle.data.features import LiveFeatures
+from eagle.data.stored_rows import round_features
 from eagle.decoding.decode import generate
+from eagle.device import in_dtype
 from eagle.drafters.none import NoDrafter
+from eagle.recipe import OnPolicySection
 from eagle.target.target import Target
+
+BATCH_SIZE = 64  # answers that are written in a batch
+Key = tuple[int, int]
+"""The seed of a step, and the index of one of its examples."""
 
 
 class OnPolicyFeatures(LiveFeatures):
@@ -127,3 +139,281 @@ def choose_answer(loss_mask: Tensor, draw: int) -> tuple[int, int]:
     start, end = answers[draw % len(answers)]
     # the prompt before it needs at least one token
     return max(start, 1), end
+
+
+class OwnDrafts:
+    """Features of conversations, some of whose answers the target writes anew, with drafts of the head in training.
+
+    `write` writes the answers of several steps in advance, with the head's weights of that time. `read` returns those
+    of the present step, which it knows by torch's seed. The step's seed and the example's index decide which
+    conversations get a new answer, which of their answers it is, and its noise. With the head in evaluation mode all
+    conversations are those of the data.
+    """
+
+    sampled = True
+    together = True
+
+    def __init__(
+        self, features: Features, target: Target, head: Any, policy: OnPolicySection
+    ) -> None:
+        """Wrap features; nothing is written yet.
+
+        Args:
+            features: Those of the data, stored or live.
+            target: The model that writes the answers.
+            head: The head that is trained and drafts.
+            policy: The section `train.on_policy` of the recipe.
+        """
+        self.features = features
+        self.target = target
+        self.head = head
+        self.policy = policy
+        self.taps = features.taps
+        self.identity = features.identity
+        # the conversations with a new answer, for the steps of the last call of `write`
+        self.written: dict[Key, Example] = {}
+
+    def __len__(self) -> int:
+        return len(self.features)
+
+    def mask(self, index: int) -> Tensor:
+        """Return [T], the loss mask of an example of the data."""
+        return self.features.mask(index)
+
+    def text(self, index: int) -> tuple[Tensor, Tensor]:
+        """Return tokens and loss mask of an example of the data."""
+        return self.features.text(index)
+
+    def read(self, indices: Sequence[int]) -> list[Example]:
+        """Return the examples with their features, in the order of `indices`.
+
+        In training, an example for which `write` had the target write a new answer for this step has that answer, with
+        features computed now. All other examples are those of the data.
+        """
+        # an evaluation reads the data's own answers
+        if not self.head.training:
+            return self.features.read(indices)
+        # training seeds torch before every step, so that the seed identifies the step in all processes
+        step_seed = torch.initial_seed()
+        rewritten: dict[int, Example] = {}
+        unchanged = []
+        # an index may come twice, as `Plan.parts` repeats an example in a part that would be empty: dict.fromkeys keeps
+        # each index once, in order
+        for index in dict.fromkeys(indices):
+            if (step_seed, index) in self.written:
+                rewritten[index] = self.written[step_seed, index]
+            else:
+                unchanged.append(index)
+        examples: dict[int, Example] = {}
+        if unchanged:
+            examples |= zip(unchanged, self.features.read(unchanged), strict=True)
+        if rewritten:
+            live = LiveFeatures(self.target, list(rewritten.values()), self.identity)
+            examples |= zip(rewritten, live.read(range(len(rewritten))), strict=True)
+        return [examples[index] for index in indices]
+
+    def write(self, steps: Sequence[tuple[int, Sequence[int]]]) -> None:
+        """Let the target write new answers for some steps, and drop those of earlier steps.
+
+        Args:
+            steps: The seed of each step, and the indices of its examples, of which a share gets a new answer.
+        """
+        chosen = []
+        for seed, indices in steps:
+            for index in dict.fromkeys(indices):
+                # true with the probability `share`
+                if _draw_number((seed, index)) < self.policy.share * 2**64:
+                    chosen.append((seed, index))
+        self.written = {}
+        if chosen:
+            self.written = dict(zip(chosen, self._write_answers(chosen), strict=True))
+
+    def _write_answers(self, keys: Sequence[Key]) -> list[Example]:
+        """Return the conversations of these keys, each cut at one of its answers, which the target writes anew."""
+        prompts = []
+        limits = []
+        samplings = []
+        for seed, index in keys:
+            tokens, mask = self.features.text(index)
+            # mix64 makes a number that is independent of the one that chose the conversation
+            start, end = choose_answer(mask, mix64(_draw_number((seed, index))))
+            prompts.append(tokens[:start].tolist())
+            limits.append(end - start)
+            samplings.append(
+                Sampling(temperature=self.policy.temperature, seed=seed, request=index)
+            )
+        # a chain of fixed length, so that all cycles draft equally many tokens
+        recorder = Recorder(self._decoding_head(), self.taps)
+        traces = generate(
+            self.target,
+            recorder,
+            prompts,
+            budget=Budget.fixed(chain_paths(self.policy.depth)),
+            sampling=samplings,
+            max_new_tokens=limits,
+            batch_size=BATCH_SIZE,
+        )
+        examples = []
+        for row, trace in enumerate(traces):
+            prompt = trace.checked().prompt
+            examples.append(self._make_example(prompt, trace.tokens, recorder.records[row]))
+        return examples
+
+    def _decoding_head(self) -> Any:
+        """Return a copy of the head with its present weights, in the target's dtype, ready to draft."""
+        head = in_dtype(copy.deepcopy(self.head).to(self.target.device), self.target.model.dtype)
+        # the caller may have changed the target's weights, of which it has cached results
+        self.target.forget()
+        return head.bind(self.target.head)
+
+    def _make_example(self, prompt: list[int], answer: list[int], record: Record) -> Example:
+        """Return a written conversation as a training example, with the drafts that were recorded while it was written.
+
+        The last cycle's draft is missing: a recorder learns what became of a draft when the next one is asked for.
+        """
+        tokens = torch.tensor(prompt + answer)
+        mask = torch.arange(len(tokens)) >= len(prompt)
+        cycles = record.cycles
+        if not cycles:
+            return Example(tokens, mask)
+        depth = self.policy.depth
+        stop_tokens = set(self.target.stop_tokens)
+        padding = torch.zeros(depth, dtype=torch.long)
+        drafted = []
+        draft_tokens = []
+        for cycle in cycles:
+            draft = cycle.tokens.tolist()
+            # what follows a stop token is no draft to learn from
+            length = next(
+                (count for count, token in enumerate(draft, start=1) if token in stop_tokens),
+                len(draft),
+            )
+            drafted.append(length)
+            draft_tokens.append(torch.cat([cycle.tokens, padding])[:depth])
+        # [cycles, depth, L, D], rounded as those of the other examples
+        states = torch.stack([_pad_states(cycle.states, depth) for cycle in cycles])
+        drafts = Drafts(
+            slots=torch.tensor([cycle.slot for cycle in cycles]),
+            accepted=torch.tensor([cycle.accepted for cycle in cycles]),
+            drafted=torch.tensor(drafted),
+            tokens=torch.stack(draft_tokens),
+            states=round_features(states, self.identity["dtype"]),
+        )
+        return Example(tokens, mask, drafts=drafts)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftedCycle:
+    """A chain that was drafted, and how far the target accepted it."""
+
+    slot: int  # the index in the sequence whose next token is the draft's root
+    tokens: Tensor  # [K], without the root
+    states: Tensor  # [K, L, D], the target's states after each
+    accepted: int  # how many tokens the target accepted
+
+
+@dataclass(slots=True)
+class Record:
+    """The decoding cycles of one sequence."""
+
+    committed: int = 0  # tokens of the sequence so far, the root not counted
+    cycles: list[DraftedCycle] = field(default_factory=list)
+
+
+class Recorder(Drafter):
+    """A drafter that passes on another one's chains, and records them with the target's states at `taps`."""
+
+    def __init__(self, drafter: Drafter, taps: tuple[int, ...]) -> None:
+        """Wrap a bound drafter; `taps` are the target's layer inputs whose states are recorded, each of them once."""
+        self.drafter = drafter
+        # the taps to record come first, then those that only the drafter reads
+        self.taps = tuple(dict.fromkeys((*taps, *drafter.taps)))
+        self.recorded_taps = len(taps)
+        # asks the loop for the target's states after each node of a tree
+        self.reads = replace(drafter.reads, states=True)
+        self.rates_nodes = drafter.rates_nodes
+        self.records: dict[int, Record] = {}
+
+    def open(self) -> RecorderState:
+        """Return the state for several sequences that are drafted together."""
+        return RecorderState(self, self.drafter.open())
+
+    def open_with(self, texts: Any) -> RecorderState:
+        """Return the state for several sequences, with access to the target's cache rows."""
+        return RecorderState(self, self.drafter.open_with(texts))
+
+    def bind_target(self, view: Any) -> None:
+        """Pass the target's layers on to the wrapped drafter, which drafts with them if it asks for them."""
+        self.drafter.bind_target(view)
+
+
+class RecorderState:
+    """The state of a `Recorder` for the sequences of a batch, by row, around the wrapped drafter's state."""
+
+    def __init__(self, recorder: Recorder, drafts: Any) -> None:
+        self.recorder = recorder
+        self.drafts = drafts
+
+    def admit(self, row: int, noise: Noise | None = None) -> None:
+        """Begin a sequence in a row, with an empty record."""
+        self.recorder.records[row] = Record()
+        self.drafts.admit(row, noise)
+
+    def propose(
+        self, updates: Mapping[int, Committed], budgets: Mapping[int, Budget]
+    ) -> dict[int, DraftTree]:
+        """Record how far the target accepted the last trees, and return the wrapped drafter's next ones."""
+        drafter_taps = self.recorder.drafter.taps
+        # where the wrapped drafter's taps are among all taps
+        columns = [self.recorder.taps.index(tap) for tap in drafter_taps]
+        passed_on = {}
+        for row, update in updates.items():
+            self._record(self.recorder.records[row], update)
+            features = None
+            if drafter_taps and update.features is not None:
+                features = update.features[:, columns]
+            # the tree and the states are there for the recorder alone
+            passed_on[row] = replace(update, features=features, tree=None, states=None)
+        return self.drafts.propose(passed_on, budgets)
+
+    def _record(self, record: Record, update: Committed) -> None:
+        """Add the cycle that this update ends to a sequence's record, and count its tokens.
+
+        The first update brings the prompt and ends no cycle.
+        """
+        # node 0 is the root, which the target chose itself; a tree of the root alone has no draft
+        if update.tree is not None and update.states is not None and len(update.tree) > 1:
+            cycle = DraftedCycle(
+                # the root is the first of the newly committed tokens, and a draft's slot is the token before it
+                slot=record.committed - 1,
+                tokens=update.tree.tokens[1:],
+                states=update.states[1:, : self.recorder.recorded_taps].clone(),
+                accepted=len(update.tokens) - 1,
+            )
+            record.cycles.append(cycle)
+        record.committed += len(update.tokens)
+
+    def fork(self, row: int, other: int) -> None:
+        """Copy the state and the record of `row` to the new row `other`."""
+        self.recorder.records[other] = copy.deepcopy(self.recorder.records[row])
+        self.drafts.fork(row, other)
+
+    def release(self, row: int) -> None:
+        """Release a row; its record stays."""
+        self.drafts.release(row)
+
+
+def _draw_number(key: Key) -> int:
+    """Return a random number below 2^64 for an example in a step, always the same for the same key.
+
+    So all processes choose the same examples without exchanging anything, and so does a resumed run.
+    """
+    seed, index = key
+    return mix64(mix64(seed) + index)
+
+
+def _pad_states(states: Tensor, depth: int) -> Tensor:
+    """Return the states [K, L, D] of a draft padded to [depth, L, D] by repeating the last one."""
+    # padding with zeros would give NaN gradients, as a norm of zeros has none
+    padding = states[-1:].expand(depth, *states.shape[1:])
+    return torch.cat([states, padding])[:depth]

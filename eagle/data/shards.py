@@ -272,16 +272,20 @@ def write_texts(
 
 
 def pack_shown(texts: Iterable[Shown | None]) -> dict[str, Tensor]:
-    """Return the conversations with images packed in one tensor, and where each ends in it; {} if no one has images.
+    """Return the conversations with images as JSON, packed in one int64 tensor, and the byte after the end of each.
 
     Args:
-        texts: Of every example, None where it has no images.
+        texts: For each example its conversation as the chat template prints it, with the files of its images; None for
+            an example without images.
+
+    Returns:
+        The tensors "shown" and "shown_ends" of a store's file; {} if no example has images.
     """
     lines = [json.dumps([text.text, text.images]).encode() if text else b"" for text in texts]
     if not any(lines):
         return {}
     packed = b"".join(lines)
-    # to whole entries of int64
+    # padded with spaces to whole int64 entries (see SHOWN_ENTRY); the ends count bytes, so they leave the padding out
     packed += b" " * (-len(packed) % SHOWN_ENTRY)
     ends = torch.tensor(list(accumulate(map(len, lines))), dtype=torch.long)
     return {"shown": torch.frombuffer(bytearray(packed), dtype=torch.long), "shown_ends": ends}
@@ -294,6 +298,7 @@ def unpack_shown(tensors: Mapping[str, Tensor], number: int) -> Shown | None:
     ends = tensors["shown_ends"]
     start = int(ends[number - 1]) if number else 0
     end = int(ends[number])
+    # an example without images takes no bytes
     if start == end:
         return None
     text, images = json.loads(tensors["shown"].view(torch.uint8)[start:end].numpy().tobytes())
@@ -332,10 +337,11 @@ class ShardWriter:
             chunks.append(tensor)
 
     def close(self) -> int:
-        """Write the other tensors and the checksum file, and rename the shard into place.
+        """Write the tensors that wait in memory, rename the shard into place, and write its checksum file.
 
         Returns:
-            0: it is a job among those that append batches and return their tokens, and it adds no token.
+            0, the tokens that it adds: `extract` runs it in one queue with the jobs that append batches, each of which
+            returns its number of tokens for the progress bar.
         """
         for tensor in chain.from_iterable(self.pending):
             self._write(_bytes_of(tensor))
@@ -343,6 +349,7 @@ class ShardWriter:
         os.fsync(self.file.fileno())
         self.file.close()
         os.replace(self.part, self.path)
+        # last, as a shard counts as complete once it has a checksum file
         line = f"{self.digest.hexdigest()}  {self.path.name}\n"
         write_whole(checksum_file(self.path), [line.encode()])
         return 0
@@ -353,7 +360,7 @@ class ShardWriter:
         self.part.unlink(missing_ok=True)
 
     def _write(self, data: Any) -> None:
-        """Write bytes to the file, and add them to its checksum."""
+        """Write bytes to the file, and add them to its checksum, so that the file need not be read again for it."""
         view = memoryview(data).cast("B")
         while len(view):
             # an unbuffered file may write less than asked

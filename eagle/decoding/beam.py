@@ -24,7 +24,7 @@ from eagle.core.sampling import number
 from eagle.core.tree import DraftTree
 from eagle.core.verify import Sampling
 from eagle.decoding.beam_state import BeamState, EarlyStopping
-from eagle.decoding.stops import stops_for
+from eagle.decoding.rows import stops_for
 from eagle.device import pick_rows, to_host, upload
 from eagle.target.target import Target
 
@@ -75,7 +75,7 @@ def beam_search(
         beams: transformers' `num_beams`. `length_penalty`, `early_stopping` and `num_return_sequences` are named as
             there, too.
         processors: Functions that change log-probs, as transformers' LogitsProcessor objects do.
-        budget: The draft nodes of one forward over all beams; they are spread evenly over the levels.
+        budget: The most draft nodes of one forward, over all beams together; they are spread evenly over the levels.
     """
     # everything is checked before a forward runs
     tokens = token_ids(prompt)
@@ -191,8 +191,8 @@ class _Search:
             drafter: The drafter.
             prompt: Its tokens.
             beams: The running beams and the answers.
-            processors: Functions that change log-probs.
-            budget: The draft nodes of one forward over all beams.
+            processors: Functions that change the log-probs of a step before beams are ranked by them.
+            budget: The most draft nodes of one forward, over all beams together, and the most levels of a draft.
         """
         self.target = target
         self.prompt = prompt
@@ -201,6 +201,7 @@ class _Search:
         self.budget = budget
         # the most draft nodes of one level, of all beams together
         self.nodes_per_level = max(budget.nodes // max(budget.depth, 1), 1)
+        # a drafter that drafts with layers of the target gets them
         if drafter.reads.view:
             drafter.bind_target(target.view())
         self.target_state = target.open(drafter.taps)
@@ -213,7 +214,9 @@ class _Search:
         # the row of each beam in the drafter's state; at first all beams share one
         self.rows = [0] * len(beams.sequences)
         self.next_row = 1  # a row number that was never used
-        self.drafter_length = 0  # how many tokens of every beam the drafter has read
+        # how many tokens of every beam, prompt included, the drafter has read
+        self.num_drafter_read = 0
+        # the tokens after the shared ones that the target has read, and in `_read_drafts` those that it reads next
         self.trie = Trie()
         # the last trie node of each beam that the target has read; -1 for the end of the shared tokens
         self.leaves = [-1] * len(beams.sequences)
@@ -238,8 +241,8 @@ class _Search:
     def _read_prompt(self) -> None:
         """Let the drafter read the prompt once, before its state is copied for several beams."""
         if len(self.rows) > 1 and len(self.prompt) > 1 and not self.budget.is_empty:
-            self.drafter_length = len(self.prompt) - 1
-            features = self.target_state.features_at(SHARED_ROW, range(self.drafter_length))
+            self.num_drafter_read = len(self.prompt) - 1
+            features = self.target_state.features_at(SHARED_ROW, range(self.num_drafter_read))
             update = Committed(torch.tensor(self.prompt[:-1]), features, self.prompt[-1])
             # a drafter has no call that only reads: it proposes one token, which is dropped
             self.draft_state.propose({0: update}, {0: Budget(nodes=1, depth=1, top_k=1)})
@@ -247,7 +250,7 @@ class _Search:
     def _read_drafts(self) -> None:
         """Run one forward over each beam's last token and its draft, and take all beam-search steps that it allows."""
         trie = self.trie
-        first = len(trie)
+        first_new = len(trie)  # the nodes before it were read by earlier forwards
         trees = self._draft()
         # each beam's last token, which the target has not read; beams with the same tokens share a node
         nodes = [
@@ -255,11 +258,13 @@ class _Search:
             for leaf, sequence in zip(self.leaves, self.beams.sequences, strict=True)
         ]
         self._add_drafts(nodes, trees)
-        tokens = torch.tensor([trie.tokens[first:]])
-        mask = trie.ancestors(first)[None]
+        # Only the new nodes are read, so only their tokens are passed. They also attend to nodes that earlier forwards
+        # read, so the mask [1, N, R] has a column for every node, and depths are those of all nodes.
+        tokens = torch.tensor([trie.tokens[first_new:]])
+        mask = trie.ancestors(first_new)[None]
         logits = self.target_state.read_ahead([SHARED_ROW], tokens, trie.depths, mask)[0]  # [N, V]
         self.forwards += 1
-        self._step(logits, nodes, first)
+        self._step(logits, nodes, first_new)
 
     def _draft(self) -> list[DraftTree]:
         """Return a draft tree for each beam, or an empty list if there is nothing to draft."""
@@ -274,11 +279,11 @@ class _Search:
             # The cache columns of the beam's states: first those of the shared tokens, then those of its trie nodes.
             # The answer's last token is the root of the draft, and the target has no state of it yet.
             columns = list(range(shared)) + [shared + node for node in self.trie.path(leaf)]
-            features = self.target_state.features_at(SHARED_ROW, columns[self.drafter_length :])
-            tokens = torch.tensor([*self.prompt, *answer][self.drafter_length : -1])
+            features = self.target_state.features_at(SHARED_ROW, columns[self.num_drafter_read :])
+            tokens = torch.tensor([*self.prompt, *answer][self.num_drafter_read : -1])
             updates[row] = Committed(tokens, features, answer[-1])
         # all beams have the same length: after this proposal the drafter has read all of their tokens but the root
-        self.drafter_length = len(self.prompt) + len(answers[0]) - 1
+        self.num_drafter_read = len(self.prompt) + len(answers[0]) - 1
         trees = self.draft_state.propose(updates, dict.fromkeys(updates, budget))
         return [trees[row] for row in self.rows]
 

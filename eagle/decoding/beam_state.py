@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from eagle.decoding.stops import Stops
+from eagle.decoding.rows import Stops
 
 EarlyStopping = bool | Literal["never"]
 # log-probabilities, as all scores
@@ -55,8 +55,8 @@ class BeamState:
         self.scores[0] = 0
         self.answers: list[list[int]] = [[] for _ in range(beams)]
         self.answer_scores = torch.full((beams,), FAR)
-        # which entries of `answers` hold an answer
-        self.is_finished = torch.zeros(beams, dtype=torch.bool)
+        # which entries of `answers` hold an answer; the others are placeholders
+        self.has_answer = torch.zeros(beams, dtype=torch.bool)
         self.is_done = False
         self.steps = 0
         self.near_ties = 0
@@ -123,14 +123,16 @@ class BeamState:
         all_sequences = [*self.answers, *sequences]
         self.answers = [all_sequences[candidate] for candidate in chosen.tolist()]
         self.answer_scores = merged[:beams]
-        self.is_finished = torch.cat([self.is_finished, is_new])[chosen]
+        self.has_answer = torch.cat([self.has_answer, is_new])[chosen]
         return _is_near(merged, beams) and bool(is_new.any())
 
     def _check_end(self, length: int, is_ended: Tensor) -> bool:
-        """Set `is_done` if the search is over, and return whether that was a near tie.
+        """Set `is_done` to whether the search is over; return whether rounding could have decided that otherwise.
 
-        It is over if no running beam can become better than the worst answer. As transformers does, this takes the best
-        beam's present score, divided by the penalty of its present length, or with "never" of the maximum length.
+        The search is over if all candidates have ended, if `early_stopping` is True and there are W answers, or if no
+        running beam can become better than the worst answer. As transformers does, the last takes the best beam's
+        present score, divided by the penalty of its present length, or, with "never" and a positive penalty, of the
+        maximum length. Only this comparison can be a near tie, and only where W answers could end the search.
 
         Args:
             length: The tokens of the beams.
@@ -140,8 +142,8 @@ class BeamState:
             length = self.limit
         reachable = self.scores[0] / length**self.length_penalty
         # an entry without an answer counts as worse than any beam
-        worst = torch.where(self.is_finished, self.answer_scores.min(), FAR)
-        is_full = bool(self.is_finished.all())
+        worst = torch.where(self.has_answer, self.answer_scores.min(), FAR)
+        is_full = bool(self.has_answer.all())
         stops_full = self.early_stopping is True and is_full
         self.is_done = stops_full or bool(is_ended.all()) or not bool((reachable > worst).any())
         return is_full and not stops_full and bool((reachable - worst[0]).abs() < NEAR_TIE)

@@ -237,19 +237,21 @@ def bare_costs(
     )
 
 
-def _time_token(drafter: Drafter, context: int, rows: int, rounds: int, clock: Clock) -> float:
-    """Return the median seconds for each token of a drafter's first forward over many tokens, such as a prompt.
+def _time_token(drafter: Drafter, context: int, tokens: int, rounds: int, clock: Clock) -> float:
+    """Return the median seconds per token of a drafter's forward over tokens that it has not read, such as a prompt's.
 
-    0 for a drafter that has no forwards, or that reads the target's cache and so needs not read the prompt itself.
+    0 for a drafter without forwards. 0 also for one that drafts with the target's cache (`Reads.texts`), in which the
+    target has written keys and values of all committed tokens: it has no tokens of its own to read first.
 
     Args:
         drafter: The drafter.
         context: Tokens before the forward.
-        rows: Tokens that it reads.
+        tokens: How many tokens the forward reads.
         rounds: How many times it is timed.
         clock: The clock.
     """
-    probe = None if drafter.reads.texts else drafter.probe(context, rows, 1)
+    # the forward before a draft computes logits of its last token alone
+    probe = None if drafter.reads.texts else drafter.probe(context, tokens, 1)
     if probe is None:
         return 0.0
     # the first run is slower, and is not timed
@@ -259,7 +261,7 @@ def _time_token(drafter: Drafter, context: int, rows: int, rounds: int, clock: C
         start = clock()
         probe()
         seconds.append(clock() - start)
-    return median(seconds) / rows
+    return median(seconds) / tokens
 
 
 def _time_forwards(

@@ -22,11 +22,10 @@ from eagle.core.arguments import (
 )
 from eagle.core.budget import Budget, Policy
 from eagle.core.drafter import Drafter
-from eagle.core.spelling import Spelling
-from eagle.core.trace import Trace
+from eagle.core.trace import Spelling, Trace
 from eagle.core.verify import Sampling
 from eagle.decoding.loop import Decoding
-from eagle.decoding.stops import stop_strings
+from eagle.decoding.rows import stop_strings
 from eagle.target.target import Target
 
 Stop = int | str | Sequence[int | str] | Tensor | None

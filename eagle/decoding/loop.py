@@ -13,9 +13,10 @@ import torch
 
 from eagle.core.arguments import check_confidence
 from eagle.core.budget import Budget, Policy
-from eagle.core.drafter import Committed, Drafter, DraftState
+from eagle.core.drafter import Committed, Drafter, DraftState, Followers
 from eagle.core.grown import lies_on_device, read_walks, walk_outputs
 from eagle.core.row_errors import FATAL, RowErrors
+from eagle.core.sampling import rank_tokens
 from eagle.core.trace import Cycle, Trace
 from eagle.core.tree import DraftTree, TargetOutput, check_draft
 from eagle.core.verify import Choose, Process, Sampling, check_choice, verify_rows
@@ -27,8 +28,8 @@ from eagle.decoding.rows import (
     check_length,
     check_trace,
     find_budget,
+    stops_for,
 )
-from eagle.decoding.stops import stops_for
 from eagle.target.target import Target
 
 # the most prompt tokens that one forward reads while other rows are decoded: longer forwards would make them wait
@@ -73,6 +74,7 @@ class Decoding:
         if drafter.reads.view:
             drafter.bind_target(target.view())
         self.state = target.open(drafter.taps, max_tokens_in_cache)
+        self.state.num_followers = drafter.reads.followers
         self.drafts = RowDrafts(self._open_draft_state, self._read_whole)
 
     def _open_draft_state(self) -> DraftState:
@@ -370,8 +372,7 @@ class Decoding:
             is_walked = row.choose.sampling.is_lossless and row.draw != "sampled"
             if not is_walked or row.choose.process is not None or row.observe is not None:
                 return False
-        reads = self.drafter.reads
-        return not reads.choices and not reads.states and self.target.reader.reads_on_device
+        return not self.drafter.reads.trees and self.target.reader.reads_on_device
 
     def _commit(
         self, outputs: dict[int, TargetOutput], accepted: dict[int, Accepted]
@@ -396,6 +397,9 @@ class Decoding:
                     update = replace(update, tree=output.tree, choices=ranked)
                 if reads.states:
                     update = replace(update, tree=output.tree, states=output.features)
+                if reads.followers:
+                    ranked = rank_tokens(output.logits, reads.followers)
+                    update = replace(update, followers=Followers(output.tree.tokens, ranked))
                 row.pending.append(update)
                 # the path begins with the old root, which the answer holds already, and the new root follows the path
                 new.append((row_id, row.commit([*update.tokens.tolist()[1:], update.root])))

@@ -13,6 +13,7 @@ from eagle.drafters.levels.medusa import Medusa
 from eagle.drafters.levels.mlp_speculator import MlpSpeculator
 from eagle.drafters.lookup.bigram import BigramDrafter
 from eagle.drafters.lookup.ngram import NgramDrafter
+from eagle.drafters.lookup.recycling import RecyclingDrafter
 from eagle.drafters.lookup.suffix import SuffixDrafter
 from eagle.drafters.lookup.unigram import UnigramDrafter
 from eagle.drafters.none import NoDrafter
@@ -34,6 +35,7 @@ DRAFTERS = Methods(
         "none": NoDrafter,
         "ngram": NgramDrafter,
         "suffix": SuffixDrafter,
+        "recycling": RecyclingDrafter,
         "lookahead": LookaheadDrafter,
         "sparse_kv": SparseKv,
         "unigram": UnigramDrafter,
@@ -82,7 +84,13 @@ def stored_settings(section: dict[str, Any], source: str) -> Any:
 
 
 def _parse_settings(method: type[Any] | None, section: dict[str, Any], source: str) -> Any:
-    """Return the settings of a drafter section, checked by its method; None, or one without weights, is refused."""
+    """Return the settings of a drafter section, checked by its method.
+
+    Args:
+        method: The method that `kind` names; None if it is unknown, which is refused, as is one without weights.
+        section: The section.
+        source: Where it is from, for a refusal.
+    """
     kind = section.get("kind")
     if method is None or not issubclass(method, TrainableDrafter):
         names = [
@@ -90,6 +98,7 @@ def _parse_settings(method: type[Any] | None, section: dict[str, Any], source: s
             for name, registered in DRAFTERS.items()
             if issubclass(registered, TrainableDrafter)
         ]
+        # methods of installed packages are listed, too: they are not loaded, so whether they have weights is unknown
         names += DRAFTERS.offered()
         raise ValueError(
             f"{source}: drafter.kind is {kind!r}, expected a method with weights: "

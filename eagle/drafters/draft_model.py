@@ -235,7 +235,11 @@ class DraftModel(TrainableDrafter):
 
 
 def _fresh_config(target_config: Any, settings: DraftModelSettings) -> Any:
-    """Return the config of a new model, with as many attention heads of the target's size as fit in its width."""
+    """Return the config of a new draft model: the target's shape at another width and depth.
+
+    Its attention heads are as wide as the target's, so a smaller width has fewer of them.
+    """
+    # `head_shape` makes the config of a whole draft head or model; the first call reads the target's sizes
     target_shape: Any = head_shape(target_config, num_hidden_layers=settings.layers)
     width = settings.hidden_size or target_shape.hidden_size
     if width % target_shape.head_dim:
@@ -243,7 +247,7 @@ def _fresh_config(target_config: Any, settings: DraftModelSettings) -> Any:
             f"drafter.hidden_size is {width}, expected a multiple of {target_shape.head_dim}, a head's width"
         )
     heads = width // target_shape.head_dim
-    # the target's number of key heads, unless the fewer query heads cannot be grouped by it
+    # as many key heads as the target, or one for each query head if those cannot be shared out evenly among them
     keys = heads if heads % target_shape.num_key_value_heads else target_shape.num_key_value_heads
     return head_shape(
         target_config,

@@ -42,6 +42,7 @@ class FirstOf(Drafter):
             choices=max(drafter.reads.choices for drafter in drafters),
             view=any(drafter.reads.view for drafter in drafters),
             texts=any(drafter.reads.texts for drafter in drafters),
+            followers=max(drafter.reads.followers for drafter in drafters),
         )
         self.rates_nodes = any(drafter.rates_nodes for drafter in drafters)
 
@@ -105,9 +106,7 @@ class SeveralState:
         for index, drafter in enumerate(self.several.drafters):
             tap_indices = [self.several.taps.index(tap) for tap in drafter.taps]
             for row, update in updates.items():
-                self.pending[row][index].append(
-                    _restrict(update, tap_indices, drafter.reads.choices)
-                )
+                self.pending[row][index].append(_restrict(update, tap_indices, drafter.reads))
         trees = {row: DraftTree.chain([update.root]) for row, update in updates.items()}
         errors: dict[int, Exception] = {}
         for index, state in enumerate(self.states):
@@ -133,14 +132,18 @@ class SeveralState:
         return trees
 
 
-def _restrict(update: Committed, tap_indices: list[int], choices: int) -> Committed:
-    """Return an update with these of its taps, and with `choices` choices of each node, as one drafter reads it."""
+def _restrict(update: Committed, tap_indices: list[int], reads: Reads) -> Committed:
+    """Return an update with these of its taps, and with as many choices and followers as one drafter reads."""
     features = None
     if tap_indices and update.features is not None:
         features = update.features.index_select(
             1, upload(torch.tensor(tap_indices), update.features.device)
         )
+    followers = update.followers if reads.followers else None
+    if followers is not None:
+        followers = followers._replace(likeliest=followers.likeliest[:, : reads.followers])
     # the tree only says to which nodes the choices belong
-    if update.choices is None or not choices:
-        return replace(update, features=features, tree=None, choices=None)
-    return replace(update, features=features, choices=update.choices[:, :choices])
+    if update.choices is None or not reads.choices:
+        return replace(update, features=features, tree=None, choices=None, followers=followers)
+    choices = update.choices[:, : reads.choices]
+    return replace(update, features=features, choices=choices, followers=followers)

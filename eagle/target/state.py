@@ -16,14 +16,16 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from eagle.core.arguments import media_of
-from eagle.core.drafter import Committed
+from eagle.core.drafter import Committed, Followers
 from eagle.core.grown import lay_out
+from eagle.core.sampling import rank_tokens
 from eagle.core.tree import DraftTree, TargetOutput
 from eagle.core.verify import Choose, check_choice
 from eagle.device import pick_rows, upload
 from eagle.target.view import TargetTexts
 
 PREFILL_CHUNK = 1024  # tokens of a prompt's forward, padding included
+LOGIT_ROWS = 64  # tokens of a prompt whose logits are computed at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +35,14 @@ class PromptOutput:
     tokens: list[int]
     features: Tensor | None  # [T, L, D]
     output: TargetOutput
+    followers: Followers | None = None  # of the prompt's tokens, if the drafter reads them
 
     def commit(self, choose: Choose) -> Committed:
         """Choose the token after the prompt, and return the prompt with it as a drafter takes committed tokens."""
         (root,) = choose(self.output, [0])
         check_choice(root, self.output, 1)
-        return Committed(torch.tensor(self.tokens), self.features, root)
+        tokens = torch.tensor(self.tokens)
+        return Committed(tokens, self.features, root, followers=self.followers)
 
 
 class TargetState:
@@ -81,6 +85,9 @@ class TargetState:
         self.num_decoding = 0  # rows whose prompt is read: they fill the cache rows before this one
         self.needs_shrinking = False  # whether rows were released since the cache was made to fit
         self.trees: dict[int, DraftTree] = {}  # by row, of the last `read`
+        # how many likely next tokens of each token of a prompt are returned with the prompt, for a drafter
+        self.num_followers = 0
+        self.followers: dict[int, list[Followers]] = {}  # by row, of the parts of its prompt
 
     def check_room(self, columns: int) -> None:
         """Refuse a row that would exceed the cache's limit even alone; `columns` are its tokens and its draft's."""
@@ -148,6 +155,7 @@ class TargetState:
             self.sequences[cache_row] = []
         del self.columns_by_row[row]
         self.prompts.pop(row, None)
+        self.followers.pop(row, None)
         # The rows must stay without gaps and in their order: the last row being decoded takes the released cache row,
         # and the last row whose prompt is being read takes the cache row of that one.
         if cache_row < self.num_decoding:
@@ -175,6 +183,7 @@ class TargetState:
         self.rows = []
         self.columns_by_row = {}
         self.prompts = {}
+        self.followers = {}
         self.num_decoding = 0
 
     def _reserve(self, cache_rows: int) -> None:
@@ -300,7 +309,7 @@ class TargetState:
             start=len(prompt) - 1,
             text=prompt[:-1],
         )
-        return PromptOutput(prompt, features, output)
+        return PromptOutput(prompt, features, output, Followers.join(self.followers.pop(row, [])))
 
     @torch.inference_mode()
     def extend(self, tokens: Mapping[int, list[int]]) -> dict[int, Tensor]:
@@ -326,10 +335,23 @@ class TargetState:
         for row, cache_row, size in zip(rows, cache_rows, sizes, strict=True):
             self.sequences[cache_row] += tokens[row]
             self.cache.lengths[cache_row] += size
+        if self.num_followers:
+            for row, states in zip(rows, hidden, strict=True):
+                self._rank_followers(row, tokens[row], states)
         # of each row's last token in the flattened [B * width] states
         last = [index * width + size - 1 for index, size in enumerate(sizes)]
         logits = self.reader.logits(self.target.head, pick_rows(hidden.flatten(0, 1), last))
         return dict(zip(rows, logits, strict=True))
+
+    def _rank_followers(self, row: int, tokens: list[int], states: Tensor) -> None:
+        """Keep the likeliest next tokens of a part of a row's prompt, from the states [T, D] after its tokens."""
+        # the logits of a whole prompt would take much memory
+        ranked = [
+            rank_tokens(self.reader.logits(self.target.head, chunk), self.num_followers)
+            for chunk in states[: len(tokens)].split(LOGIT_ROWS)
+        ]
+        followers = Followers(torch.tensor(tokens), torch.cat(ranked))
+        self.followers.setdefault(row, []).append(followers)
 
     @torch.inference_mode()
     def read(self, trees: Mapping[int, DraftTree]) -> dict[int, TargetOutput]:

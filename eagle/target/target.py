@@ -158,7 +158,8 @@ class Target(ChatMixin):
         """Return in words what changes the bits of a token's logits; None if nothing is known to change them.
 
         If they change, drafted output may differ from plain decoding where two tokens are nearly tied. In half
-        precision it is tried once: the same tokens are read step by step, in chunks, in a tree and in a batch.
+        precision the first call finds out by a trial, and later calls return the same: the same tokens are read step by
+        step, in chunks, in a tree and in a batch.
         """
         self.refresh()
         # fp32 rounds too little to flip more than exact ties
@@ -166,8 +167,10 @@ class Target(ChatMixin):
             return None
         with self.lock:
             if self.found_variance is None:
+                # chooses the reader's mode, if that was not done, and tries batches too
                 self.reader.check(rows=2)
-                # in other modes kernels choose the order of their sums, which the short trial may not show
+                # only a mode that keeps bits fixes the order of the sums in attention; in all others the kernels choose
+                # it, which the short trial may not show
                 keeps_bits = self.reader.mode.keeps_bits
                 # in fp16 on a CPU the trial passes, but longer sequences were seen to differ
                 if self.device.type == "cpu" and self.model.dtype == torch.float16:
@@ -175,6 +178,7 @@ class Target(ChatMixin):
                 if self.reader.count_attending() and not keeps_bits:
                     self.found_variance = "its kernels sum in an order of their own"
                 else:
+                    # "" keeps the result that nothing was found, so that the trial is not repeated
                     self.found_variance = find_variance(self) or ""
             return self.found_variance or None
 
@@ -347,13 +351,16 @@ class Target(ChatMixin):
         return TargetState(self, taps, max_tokens, mark)
 
     def close(self, state: TargetState) -> None:
-        """Release a state's rows. The next `open` may return the same state, and then reuse its last sequence.
+        """Release a state's rows, and keep the state as the spare that the next `open` may return.
 
-        That is so for a state of a single row without a limit, as long as the weights do not change.
+        The next prompt then reuses the cache of the prefix that it shares with the state's last sequence. That is so
+        for a state of a single row without a limit, as long as the weights do not change.
         """
+        # the tokens and the cache of the last sequence stay: `clear` only gives up the rows
         state.clear()
+        # a change of the model may have given the target another reader since the state was opened
         is_current = state.reader is self.reader
-        # without a mark it cannot be seen whether the weights have changed since
+        # the mark (`WeightMark`) tells whether weights have changed since; it is None where that cannot be seen
         if (
             is_current
             and len(state.sequences) == 1
@@ -403,18 +410,24 @@ class Target(ChatMixin):
         return total
 
     def _state_bytes(self, state: TargetState, tokens: int) -> int:
-        """Return the bytes of the recurrent states that are held for a sequence of this many tokens.
+        """Return the bytes of the recurrent states that are held for a sequence of this many tokens, 0 without states.
 
-        A model that is run as a whole has its own cache as its state, which grows with the sequence.
+        States of most layers have a fixed size. A model that is run as a whole has its own cache as its state, which
+        grows with the sequence.
+
+        Args:
+            state: one to measure with; its sequence is overwritten.
+            tokens: the length of the sequence.
         """
         if state.cache.states is None:
             return 0
-        # two lengths show by how much a state grows with each token
+        # measured after 1 and after 5 arbitrary tokens, to see by how much a state grows with each token
         sizes = []
         for length in (1, 5):
             state.begin([0] * length, Choose(Sampling()))
             sizes.append(state.cache.states.state_bytes(0))
         by_token = (sizes[1] - sizes[0]) // 4
+        # states are kept at several lengths of the sequence; all are counted with the size of the last, the largest
         return count_states(tokens) * (sizes[0] + by_token * (tokens - 1))
 
     def is_alone(self, length: int) -> bool:

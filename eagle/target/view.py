@@ -250,7 +250,7 @@ class TargetView:
                     hidden if index == first else None,
                     output,
                     runs=index in layers,
-                    wraps=self.returns_tuples,
+                    returns_tuple=self.returns_tuples,
                 )
             yield output
         finally:
@@ -258,7 +258,10 @@ class TargetView:
                 stack[index] = layer
 
     def _check(self, target: Any) -> None:
-        """Refuse a model whose forward is not simply its layers one after another, by a trial on four tokens."""
+        """Refuse a model whose forward is not simply its layers one after another, by a trial on four tokens.
+
+        The trial also sets `returns_tuples`.
+        """
         tokens = torch.arange(1, 5) % target.vocab_size
         expected = target.model(input_ids=tokens[None].to(self.device), use_cache=False).logits[0]
 
@@ -272,12 +275,13 @@ class TargetView:
                 cache=self.new_cache(),
             )
 
+        # a hook on a layer, which torch calls after the layer's forward
         def see_output(layer: nn.Module, args: Any, output: Any) -> None:
             self.returns_tuples = isinstance(output, tuple)
 
         fault = ""
         try:
-            # a layer that is switched off must return a tuple if the others do
+            # a layer that is skipped must return a tuple if the others do, so the first run, with all layers, looks
             with self.decoder_layers[0].register_forward_hook(see_output):
                 run_first(len(self))
             if not is_close(self.logits(run_first(len(self))), expected):
@@ -293,7 +297,11 @@ class TargetView:
 
 
 class _Layer(nn.Module):
-    """A layer that can be skipped or given other hidden states in a forward."""
+    """A layer that can be skipped or given other hidden states in a forward.
+
+    `TargetView._only` puts one in the place of every layer, so that the model's own forward, with its positions and
+    masks, runs just a range of layers.
+    """
 
     def __init__(
         self,
@@ -302,23 +310,23 @@ class _Layer(nn.Module):
         output: list[Tensor],
         *,
         runs: bool,
-        wraps: bool,
+        returns_tuple: bool,
     ) -> None:
         """Wrap a layer.
 
         Args:
             layer: the layer.
-            hidden: the states that it gets; None: those that the model passes to it.
-            output: a list that gets its output.
+            hidden: the states that it gets, for the first layer of the range; None: those that the model passes to it.
+            output: a list that all layers share, and that gets the output of each.
             runs: whether it runs; else it returns its input.
-            wraps: whether a layer that does not run returns a tuple, as the model's own layers do.
+            returns_tuple: whether a layer that does not run returns a tuple, as the model's own layers do.
         """
         super().__init__()
         self.layer = layer
         self.hidden = hidden
         self.output = output
         self.runs = runs
-        self.wraps = wraps
+        self.returns_tuple = returns_tuple
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the wrapped layer, for models that look up such as its attention type."""
@@ -329,15 +337,18 @@ class _Layer(nn.Module):
             return getattr(super().__getattr__("layer"), name)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer, or pass the states on; return [B, N, D], or a tuple that begins with it."""
+        """Run the layer, or skip it and pass the states on; return [B, N, D], or a tuple that begins with it.
+
+        The states are `hidden_states`, [B, N, D] from the layer before, unless this layer was given others.
+        """
         hidden = hidden_states if self.hidden is None else self.hidden
         result: Any = hidden
         if self.runs:
             result = self.layer(hidden, *args, **kwargs)
-        elif self.wraps:
+        elif self.returns_tuple:
             result = (hidden,)
         output = result if isinstance(result, Tensor) else result[0]
-        # each layer overwrites it, so that the last one's output is left
+        # all layers overwrite the list that they share, so after a forward it holds the last one's output
         self.output[:] = [output]
         return result
 

@@ -123,11 +123,12 @@ class Plan:
         return steps - math.ceil(self.settings.decay_share * steps)
 
     def lr(self, step: int) -> float:
-        """Return the learning rate of a step: a linear warm-up, then the schedule."""
+        """Return the learning rate of a step: a linear warm-up to `lr`, then the schedule, which ends at `final_lr`."""
         settings = self.settings
+        # a recipe may name a schedule of another length than the run, as for a part of a longer run
         steps = settings.schedule_steps or len(self)
         warmup = settings.warmup
-        # below 1 the warm-up is a share of the steps
+        # a warm-up below 1 is a share of the steps
         if warmup < 1:
             warmup *= steps
         if step + 1 < warmup:
@@ -138,13 +139,17 @@ class Plan:
             height = _share_left(step, steps, steps - warmup)
         elif settings.schedule == "cosine":
             height = 0.5 - 0.5 * math.cos(math.pi * _share_left(step, steps, steps - warmup))
+        # warm-up, stable, decay: constant until the last `decay_share` of the steps, over which it falls linearly
         elif settings.schedule == "wsd":
             height = _share_left(step, steps, steps - self.stem_steps)
         return settings.lr * (settings.final_lr + (1 - settings.final_lr) * height)
 
 
 def _share_left(step: int, steps: int, falling_steps: float) -> float:
-    """Return how much is left of the last `falling_steps` of the steps: 1 before they begin, 0 after the last step."""
+    """Return how much is left of the last `falling_steps` of the steps: 1 before they begin, 0 after the last step.
+
+    It falls linearly.
+    """
     return min(max((steps - step) / max(falling_steps, 1), 0.0), 1.0)
 
 

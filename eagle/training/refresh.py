@@ -11,7 +11,7 @@ import torch
 from eagle.core.drafter import TrainableDrafter
 from eagle.core.examples import Example, collate
 from eagle.data.features import LiveFeatures, taps_of
-from eagle.data.own_drafts import OwnDrafts
+from eagle.data.on_policy import OwnDrafts
 from eagle.device import in_dtype
 from eagle.recipe import OnPolicySection
 from eagle.target.target import Target

@@ -240,7 +240,7 @@ class _Run:
             self.metrics.close()
 
     def _advance(self, step: int, batches: Iterator[Batch]) -> None:
-        """Take one step: forward and backward of this process's parts of the batch, clip, update.
+        """Take one step: forward and backward of this process's parts of the batch, clip, update; keep sums to log.
 
         Args:
             step: The index of the step, from 0.
@@ -251,8 +251,11 @@ class _Run:
             group["lr"] = self.plan.lr(step)
         tokens = 0
         sums = torch.zeros((), device=accelerator.device)
-        # the sources of features sample by this seed when they read the step's examples, and name the step by it
+        # sources of features read the step's examples when `deal` takes a batch: they sample by this seed, and
+        # `OwnDrafts` knows the step by it
         torch.manual_seed(self.settings.seed + step)
+        # a part is what one forward reads, and its `share` is its factor in the step's loss. For a head whose divisor
+        # only a forward knows, `deal` counts it by the two methods.
         parts = self.dealer.deal(step, batches, self._count_divisor, self._sum_over_processes)
         for indices, batch, share in parts:
             # noise that has no seed by example is the same in every part, on any number of processes

@@ -28,7 +28,7 @@ from eagle.core.sampling import Sampling, whole
 from eagle.core.trace import Trace
 from eagle.decoding.beam import beam_search
 from eagle.decoding.loop import Decoding
-from eagle.decoding.stops import Stops
+from eagle.decoding.rows import Stops
 from eagle.device import in_dtype
 from eagle.formats.checkpoint import load_drafter
 from eagle.target.target import Target

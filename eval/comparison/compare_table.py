@@ -13,8 +13,7 @@ from typing import Any
 from eval.comparison.compare_plan import Arm, Comparison
 from eval.comparison.compare_rows import Rows
 from eval.result_files.buckets import CONTEXT, ENOUGH
-from eval.result_files.figures import format_number
-from eval.result_files.statistics import Estimate, Row, estimate, estimate_difference
+from eval.result_files.statistics import Estimate, Row, estimate, estimate_difference, format_number
 
 Key = tuple[Any, ...]  # seed, set, conversation, turn, sampling seed
 NO_DATA = "–"

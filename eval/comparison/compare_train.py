@@ -18,7 +18,6 @@ from eagle.core.drafter import TargetHead, TrainableDrafter
 from eagle.core.examples import Features, collate, gate_mask, trim_mask
 from eagle.data.features import roles_of
 from eagle.data.identity import tap_identity
-from eagle.data.open import follow_head, open_features
 from eagle.data.stored_rows import TapRoles, TextSizes, mean_bytes, parts_of
 from eagle.disk import lock_folder
 from eagle.drafters import settings_of
@@ -27,9 +26,9 @@ from eagle.recipe import Recipe
 from eagle.shipped import commit
 from eagle.target.borrowed import target_config
 from eagle.training.drafts_loss import DraftsLoss
-from eagle.training.first_head import first_head
 from eagle.training.launch import launch, splits_weights
 from eagle.training.plan import Plan
+from eagle.training.start import first_head, follow_head, open_features
 from eagle.training.train import train
 from eval.comparison.compare_plan import Arm, Comparison, with_train
 from eval.comparison.compare_rows import Entry, Rows

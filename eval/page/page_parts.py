@@ -10,7 +10,14 @@ from typing import NamedTuple
 
 from eagle.markup import Html, html, tag
 from eval.result_files.figures import Scale, draw_dots, legend
-from eval.result_files.results import Answer, Group, Results, read_results, show_groups
+from eval.result_files.results import (
+    Answer,
+    Group,
+    Results,
+    fewest_at_a_time,
+    read_results,
+    show_groups,
+)
 from eval.result_files.statistics import Estimate
 
 BySeries = list[tuple[int, Estimate]]  # figures by series
@@ -59,14 +66,6 @@ class ReportData:
     def names(self) -> dict[str, int]:
         """Return the drafters and their series, for a legend."""
         return {name: series for name, series in self.series.items() if series}
-
-
-def fewest_at_a_time(groups: Sequence[Group]) -> list[Group]:
-    """Return the groups of each run's smallest batch size, since acceptance does not depend on it."""
-    sizes: dict[str, int] = {}
-    for group in groups:
-        sizes[group.run] = min(group.batch_size, sizes.get(group.run, group.batch_size))
-    return [group for group in groups if group.batch_size == sizes[group.run]]
 
 
 def labels(paths: Sequence[str | Path]) -> list[str]:

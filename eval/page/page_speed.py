@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from math import inf, isfinite, log2
-from typing import Any
 
-from eagle.core.budget import describe_budget
 from eagle.markup import Html, html, tag
 from eval.page.page_acceptance import cycle_seconds
 from eval.page.page_parts import (
@@ -37,7 +35,10 @@ from eval.result_files.results import (
     Answer,
     Group,
     Metric,
+    describe_output,
+    describe_tree,
     prompt_key,
+    texts_in_a_step,
 )
 from eval.result_files.statistics import Estimate
 
@@ -123,29 +124,8 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
-def describe_tree(settings: Mapping[str, Any]) -> str:
-    """Describe the draft tree of a drafter's settings, or return nothing where the header has none."""
-    budget = settings.get("budget")
-    if not budget:
-        return ""
-    text = describe_budget(budget)
-    if "policy" in settings:
-        text += " at most, chosen each cycle"
-    return text
-
-
 def _speed(group: Group) -> float:
     return group.estimate(SPEED_UP).value
-
-
-def describe_output(group: Group) -> str:
-    """Describe whether the group's answers are those of `none`."""
-    if group.differing:
-        compared = group.identical + group.differing
-        return f"identical in {group.identical} of {compared}; {group.parting}"
-    if group.identical:
-        return f"identical in {group.identical} of {len(group.answers)}"
-    return "of the same distribution"
 
 
 def headline(report: ReportData) -> Section:
@@ -410,15 +390,6 @@ def _batch_row(group: Group, has_modelled: bool) -> list[object]:
         cell(group.estimate(ACCEPTANCE_LENGTH)),
         describe_output(group),
     ]
-
-
-def texts_in_a_step(group: Group) -> float:
-    """Return the mean number of requests in a step."""
-    num_steps = sum(batch["steps"] for batch in group.steps)
-    # answers that were decoded alone record no steps
-    if not num_steps:
-        return 1.0
-    return sum(batch["texts"] for batch in group.steps) / num_steps
 
 
 def points_by_size(groups: Sequence[Group], metric: Metric) -> Points:

@@ -11,7 +11,7 @@ from itertools import pairwise
 from math import ceil, floor, isfinite, log10
 
 from eagle.markup import Html, tag
-from eval.result_files.statistics import Estimate
+from eval.result_files.statistics import Estimate, format_number, format_percent
 
 # pixels of the narrowest figure, for which labels are set: a wider one has more room between them
 WIDTH = 310
@@ -102,28 +102,6 @@ class Scale:
         if self.percent:
             return f"{value:.0%}"
         return f"{value:g}"
-
-
-def format_number(value: Estimate, unit: str = "", digits: int = 2) -> str:
-    """Return a number with its interval as text.
-
-    Args:
-        value: A figure; one without a finite interval is shown alone.
-        unit: What stands after the number, and not after its interval.
-        digits: Decimal places of the number and of its interval.
-    """
-    text = f"{value.value:.{digits}f}{unit}"
-    if not isfinite(value.low):
-        return text
-    return f"{text} [{value.low:.{digits}f}, {value.high:.{digits}f}]"
-
-
-def format_percent(value: Estimate) -> str:
-    """Return a share with its interval as text."""
-    text = f"{value.value:.1%}"
-    if not isfinite(value.low):
-        return text
-    return f"{text} [{value.low:.1%}, {value.high:.1%}]"
 
 
 def legend(names: Mapping[str, int]) -> Html:

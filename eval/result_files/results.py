@@ -5,19 +5,18 @@ from __future__ import annotations
 import json
 import platform
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from eagle.core.budget import Budget
+from eagle.core.budget import Budget, describe_budget
 from eagle.decoding.forward_costs import Costs
 from eagle.markup import Html, table
 from eagle.target.bits.near_ties import MAX_TIE
 from eval.costs import asked_budgets, model_seconds
-from eval.result_files.figures import format_number
 from eval.result_files.statistics import (
     Difference,
     Estimate,
@@ -25,6 +24,7 @@ from eval.result_files.statistics import (
     Statistic,
     estimate,
     estimate_difference,
+    format_number,
     ratio,
 )
 
@@ -251,6 +251,44 @@ class Group:
 
     def _repr_html_(self) -> str:
         return show_groups([self])
+
+
+def fewest_at_a_time(groups: Sequence[Group]) -> list[Group]:
+    """Return the groups of each run's smallest batch size, since acceptance does not depend on it."""
+    sizes: dict[str, int] = {}
+    for group in groups:
+        sizes[group.run] = min(group.batch_size, sizes.get(group.run, group.batch_size))
+    return [group for group in groups if group.batch_size == sizes[group.run]]
+
+
+def describe_output(group: Group) -> str:
+    """Describe whether the group's answers are those of `none`."""
+    if group.differing:
+        compared = group.identical + group.differing
+        return f"identical in {group.identical} of {compared}; {group.parting}"
+    if group.identical:
+        return f"identical in {group.identical} of {len(group.answers)}"
+    return "of the same distribution"
+
+
+def texts_in_a_step(group: Group) -> float:
+    """Return the mean number of requests in a step."""
+    num_steps = sum(batch["steps"] for batch in group.steps)
+    # answers that were decoded alone record no steps
+    if not num_steps:
+        return 1.0
+    return sum(batch["texts"] for batch in group.steps) / num_steps
+
+
+def describe_tree(settings: Mapping[str, Any]) -> str:
+    """Describe the draft tree of a drafter's settings, or return nothing where the header has none."""
+    budget = settings.get("budget")
+    if not budget:
+        return ""
+    text = describe_budget(budget)
+    if "policy" in settings:
+        text += " at most, chosen each cycle"
+    return text
 
 
 def show_groups(groups: Sequence[Group]) -> Html:

@@ -1,4 +1,4 @@
-"""Compute bootstrap intervals over conversations, and differences paired by prompt."""
+"""Compute bootstrap intervals over conversations and differences paired by prompt, and write them as text."""
 
 # C clusters (conversations), D bootstrap samples, K columns
 
@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import lru_cache
-from math import inf, sqrt
+from math import inf, isfinite, sqrt
 from statistics import NormalDist
 from typing import Any, NamedTuple
 
@@ -30,6 +30,28 @@ class Estimate(NamedTuple):
     def sign(self) -> int:
         """Return the sign of a significant difference, 0 where the interval contains zero."""
         return (self.low > 0) - (self.high < 0)
+
+
+def format_number(value: Estimate, unit: str = "", digits: int = 2) -> str:
+    """Return a number with its interval as text.
+
+    Args:
+        value: A figure; one without a finite interval is shown alone.
+        unit: What stands after the number, and not after its interval.
+        digits: Decimal places of the number and of its interval.
+    """
+    text = f"{value.value:.{digits}f}{unit}"
+    if not isfinite(value.low):
+        return text
+    return f"{text} [{value.low:.{digits}f}, {value.high:.{digits}f}]"
+
+
+def format_percent(value: Estimate) -> str:
+    """Return a share with its interval as text."""
+    text = f"{value.value:.1%}"
+    if not isfinite(value.low):
+        return text
+    return f"{text} [{value.low:.1%}, {value.high:.1%}]"
 
 
 class Difference(NamedTuple):

@@ -1,15 +1,18 @@
-"""Results files while they are written: rows are appended, and the files of several processes become one."""
+"""Write results files: an answer becomes a row, rows are appended, and files of several processes become one."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import secrets
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from eval.result_files.answer_rows import Row
-from eval.result_files.results import Key, Results, item_key, prompt_key, read_results
+from eagle.core.trace import Cycle, Trace
+from eval.result_files.results import Key, Results, ends_in_loop, item_key, prompt_key, read_results
+
+Row = dict[str, Any]
 
 
 def read_stored(path: Path) -> Results:
@@ -126,3 +129,48 @@ class ResultsWriter:
         text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
         with self.path.open("a") as file:
             file.write(text)
+
+
+def row_of(trace: Trace, wall: float, cpu: float) -> Row:
+    """Return a trace as the columns of a row."""
+    return {
+        "prompt_tokens": len(trace.prompt),
+        "tokens": len(trace.tokens),
+        "finish": trace.finish,
+        "seconds": round(wall, 6),
+        "cpu_seconds": round(cpu, 6),
+        "loops": ends_in_loop(trace.tokens),
+        "digest": hashlib.sha256(json.dumps(trace.tokens).encode()).hexdigest()[:16],
+        "text": trace.text,
+        "cycles": list(map(cycle_of, trace.cycles)),
+    }
+
+
+def cycle_of(cycle: Cycle) -> Row:
+    """Return a cycle as a row holds it."""
+    row = {
+        "nodes": cycle.nodes,
+        "depth": cycle.depth,
+        "accepted": cycle.accepted,
+        "committed": cycle.committed,
+        "context": cycle.context,
+        "path": cycle.path,
+    }
+    if cycle.confidence:
+        row["confidence"] = [(round(prob, 4), accepted) for prob, accepted in cycle.confidence]
+    row["seconds"] = {part: round(seconds, 7) for part, seconds in (cycle.seconds or {}).items()}
+    return row
+
+
+def batch_row_of(trace: Trace, share: float, cpu_share: float, latency: float, session: str) -> Row:
+    """Return the row of an answer decoded in a batch: its share of each step's seconds, and those since admission.
+
+    Cycles of one session with one number are the same forward, of so many `rows`. Their seconds are the whole cycle's.
+    """
+    row = row_of(trace, share, cpu_share)
+    row["latency"] = round(latency, 6)
+    row["session"] = session
+    for recorded, cycle in zip(row["cycles"], trace.cycles, strict=True):
+        recorded["number"] = cycle.number
+        recorded["rows"] = cycle.rows
+    return row

@@ -15,7 +15,6 @@ from eagle.log import script
 from eagle.recipe.command_lines import ProgramOption
 from eagle.shipped import DEMO as RECIPE
 from eagle.shipped import RECIPES, check_shipped_head
-from eval.result_files.figures import format_number
 from eval.result_files.results import (
     ACCEPTANCE_LENGTH,
     CPU_SPEED_UP,
@@ -24,6 +23,7 @@ from eval.result_files.results import (
     Results,
     read_results,
 )
+from eval.result_files.statistics import format_number
 from recipes.tiny import demo_smollm2
 from recipes.tiny.stages import Stage, run, show_report
 

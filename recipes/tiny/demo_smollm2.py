@@ -15,7 +15,6 @@ from eagle.demo_model import SMOLLM2
 from eagle.device import best_device, fastest_dtype
 from eagle.shipped import RECIPES, SHIPPED_HEAD
 from eagle.target.gguf import model_folder
-from eval.result_files.figures import format_number
 from eval.result_files.results import (
     ACCEPTANCE_LENGTH,
     CPU_SPEED_UP,
@@ -23,6 +22,7 @@ from eval.result_files.results import (
     Group,
     read_results,
 )
+from eval.result_files.statistics import format_number
 from recipes.tiny.stages import Stage, run, show_report
 
 RECIPE = "recipes/tiny/demo_smollm2.yaml"

@@ -18,7 +18,7 @@ from eagle import Sampling, Target, generate
 from eagle.core.drafter import TrainableDrafter
 from eagle.core.examples import Batch, Example, collate
 from eagle.data.features import LiveFeatures, taps_of
-from eagle.data.own_drafts import OwnDrafts
+from eagle.data.on_policy import OwnDrafts
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.drafters.none import NoDrafter
 from eagle.recipe import OnPolicySection

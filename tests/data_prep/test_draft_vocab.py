@@ -22,7 +22,7 @@ from eagle.data.identity import data_identity
 from eagle.drafters.parts.reduced_vocab import load_draft_vocab, save_draft_vocab
 from eagle.drafters.recurrent.eagle3 import Eagle3
 from eagle.recipe import Recipe
-from eagle.training.first_head import first_head
+from eagle.training.start import first_head
 
 TINY = Path(__file__).parents[2] / "recipes/tiny/eagle1.yaml"
 VOCAB = 60

@@ -13,8 +13,7 @@ import torch
 from data_prep import ngrams, read_once
 from data_prep.conversations import Tally
 from data_prep.ngrams import LENGTH, find_overlap
-from data_prep.read_once import open_cache
-from data_prep.token_cache import TokenCache, write_manifest, write_shard
+from data_prep.read_once import TokenCache, open_cache, write_manifest, write_shard
 from eagle.core.examples import Example
 from eagle.recipe import Recipe
 from recipes import overlap

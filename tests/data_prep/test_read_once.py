@@ -16,8 +16,14 @@ import pytest
 import torch
 
 from data_prep import read_once
-from data_prep.read_once import cache_folder, cache_identity, open_cache, read_examples
-from data_prep.token_cache import REPEATED, TokenCache
+from data_prep.read_once import (
+    REPEATED,
+    TokenCache,
+    cache_folder,
+    cache_identity,
+    open_cache,
+    read_examples,
+)
 from data_prep.tokens import load_tokenizer, tokenize_data
 from eagle.data.identity import data_identity
 from eagle.recipe import Recipe

@@ -21,7 +21,7 @@ from transformers import (
 from eagle import Budget, Target, beam_search, load_drafter
 from eagle.decoding.beam import BeamResult
 from eagle.decoding.beam_state import BeamState
-from eagle.decoding.stops import Stops
+from eagle.decoding.rows import Stops
 from eagle.target.state import TargetState
 from tests.batches import MAKE
 from tests.families import VOCAB_SIZE, PlantedTrees, build, own_answer

@@ -21,7 +21,7 @@ from eagle.decoding.forward_costs import Costs, CycleCosts
 from eagle.decoding.loop import Decoding
 from eagle.drafters.lookup.ngram import NgramDrafter
 from eval.costs import asked_budgets, model_seconds
-from eval.result_files.answer_rows import cycle_of
+from eval.result_files.write_results import cycle_of
 from tests.batches import new_head
 from tests.families import build, random_tokens
 

@@ -11,8 +11,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from eagle.core.spelling import Spelling
-from eagle.core.trace import Trace
+from eagle.core.trace import Spelling, Trace
 
 PUBLISHED = Path(__file__).parents[3] / "shared/data/tokenizers"
 TEXT = "Naïve 日本語: 😀👩‍👩‍👧 ü שלום\n\tdef f(x):  return 'é'"

@@ -17,7 +17,7 @@ from eagle.decoding.cycle_times import bare_costs
 from eagle.decoding.forward_costs import Costs
 from eagle.drafters.none import NoDrafter
 from eagle.drafters.recurrent.eagle1 import Eagle1
-from eval.result_files.answer_rows import cycle_of
+from eval.result_files.write_results import cycle_of
 from tests.families import build, random_tokens
 from tests.modelled import seconds_of
 from tests.unrolled_heads import causal_states

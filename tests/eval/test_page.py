@@ -24,7 +24,7 @@ from eval.page.page_acceptance import (
     most_used_nodes,
 )
 from eval.page.page_parts import ReportData, labels
-from eval.page.page_speed import describe_tree, mean_milliseconds, points_by_size, texts_in_a_step
+from eval.page.page_speed import mean_milliseconds, points_by_size
 from eval.report import SECTIONS, main, markdown, page
 from eval.result_files.results import (
     ACCEPTANCE_LENGTH,
@@ -34,7 +34,9 @@ from eval.result_files.results import (
     Group,
     count_cycles,
     cycles,
+    describe_tree,
     read_results,
+    texts_in_a_step,
 )
 from eval.result_files.statistics import Row, estimate
 from tests.eval.jsonl_files import read_lines, write_lines

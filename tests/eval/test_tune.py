@@ -30,7 +30,7 @@ from eagle.recipe import Recipe
 from eval import tune
 from eval.prompts import questions
 from eval.replay import Answer, answer, plain, rates_by_rank, record_cycles, replay
-from eval.result_files.answer_rows import cycle_of
+from eval.result_files.write_results import cycle_of
 from eval.tune import NOT_DRAFTING, Trial, Tuning, chain, search
 from eval.tune_policy import replay_policy
 

@@ -18,7 +18,7 @@ from eagle.command.share import next_step, pack, run_push
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.formats.checkpoint import from_pretrained, load_head
 from eagle.formats.reading.foreign import read_head
-from eagle.training.first_head import first_head
+from eagle.training.start import first_head
 from eagle.transformers import WithDrafter
 from tests.formats.hostile_place import (
     OPENED,

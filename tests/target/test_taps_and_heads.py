@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from eagle import DraftTree, Sampling, Target, load_drafter
 from eagle.core.examples import Example
 from eagle.core.verify import Choose
-from eagle.data.open import open_features
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.drafters.parts.objectives import BiasedHead, distillation_loss
 from eagle.formats.checkpoint import save_head
@@ -26,6 +25,7 @@ from eagle.target.borrowed import save_borrowed
 from eagle.target.stock_head import StockHead
 from eagle.target.structure import base_of, count_cache_layers, decoder_layers
 from eagle.target.taps import Layout
+from eagle.training.start import open_features
 from tests.every_type import TYPES, build
 from tests.target.decoded import is_close
 

@@ -91,9 +91,9 @@ def _likelihood(tokens: Tensor, weight: float) -> Compare:
     """Return the comparison by cross-entropy with the tokens [R, 1] to predict: -log q(token), times a weight."""
 
     def loss_and_grad(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the loss [R] and the gradient at the logits [R, V], written over the probs."""
-        # log q = z - log sum e^z, and the last term follows from the likeliest token alone, as its q is known:
-        # log sum e^z = max z - log max q
+        """Return the loss [R], -log q of the tokens, and its gradient at the logits [R, V], written over the probs."""
+        # With logits z and the student's probs q, log q = z - log sum e^z. The sum follows from the likeliest token,
+        # whose z and q are both known: log sum e^z = max z - log max q.
         log_normalizer = logits.amax(-1, keepdim=True) - probs.amax(-1, keepdim=True).log()
         loss = (log_normalizer - logits.gather(-1, tokens))[..., 0]
         # the gradient is q - e, with e the unit vector of the token

@@ -41,7 +41,7 @@ Loss = Literal[Kind, "tokens"]
 class LanguageHead(Protocol):
     """An LM head during training: it maps hidden states to logits, and the gradient at logits to that at states.
 
-    The target's is `eagle.core.target_head.TargetHead`. The loss computes its gradients by hand, without autograd.
+    The target's is `eagle.core.drafter.TargetHead`. The loss computes its gradients by hand, without autograd.
     """
 
     @property
@@ -50,7 +50,8 @@ class LanguageHead(Protocol):
     # logits [.., V] of hidden states [.., D]
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor: ...
 
-    # the derivative [.., V] of the logits by the values before a softcap; None without a softcap
+    # what `pull_back` needs besides the gradient: the derivative [.., V] of the logits by the values before a softcap,
+    # or the states [.., D] if they are transformed before the matrix; None for a linear head
     def slope(self, logits: Tensor, hidden: Tensor) -> Tensor | None: ...
 
     # the gradient [.., D] at the hidden states from the gradient [.., V] at the logits
@@ -104,9 +105,15 @@ class BiasedHead:
         return torch.addmm(logits, code, self.weight.T, out=out)
 
     def slope(self, logits: Tensor, hidden: Tensor) -> Tensor | None:
-        """Return the derivative [.., V] of the target's logits by the values before their softcap; None without one.
+        """Return what the target's head needs in `pull_back` to carry a gradient at its logits back to its states.
 
-        If the target's head transforms states before its matrix, it is the states [.., D], which `pull_back` needs.
+        Args:
+            logits: [.., V], with the bias.
+            hidden: [.., D + r], the states and codes that they are of.
+
+        Returns:
+            None if that head is linear; the states [.., D] if it transforms them before its matrix; else the derivative
+            [.., V] of the target's logits by the values before their softcap.
         """
         if self.frozen.is_linear:
             return None
@@ -127,7 +134,7 @@ class BiasedHead:
         return BiasedHead(self.frozen.cast(dtype), self.weight.to(dtype))
 
     def _split(self, hidden: Tensor) -> tuple[Tensor, ...]:
-        """Return the states [.., D] and the codes [.., r]."""
+        """Return the states [.., D], the target's head's input, and the codes [.., r], from which the bias is made."""
         width = hidden.shape[-1] - self.weight.shape[1]
         return hidden.tensor_split([width], dim=-1)
 

@@ -32,7 +32,7 @@ PIECE_ELSE = 128  # for all other dtypes
 # The number of columns that a piece sees is rounded up to a multiple of this: in bf16 CPUs prepare a kernel for each
 # new shape of a product, so there should be few shapes.
 COLUMNS = {torch.bfloat16: 64}
-FUSED = 128  # rows and columns of a block in the mask of PyTorch's flex attention
+FLEX_BLOCK = 128  # rows and columns of a block in the mask of PyTorch's flex attention
 Drafted = int | tuple[int, ...]
 """How many draft tokens a row sees besides its sequence; one number for each token, if a block of tokens follows it."""
 StepPairs = Sequence[tuple[Tensor, Tensor]]
@@ -197,23 +197,31 @@ class Spans:
         return BlockMask.from_kv_blocks(
             counts[None, None],
             order[None, None],
-            BLOCK_SIZE=FUSED,
+            BLOCK_SIZE=FLEX_BLOCK,
             mask_mod=is_seen,
             seq_lengths=(len(rows), self.count),
         )
 
 
 def _touched_blocks(low: Tensor, high: Tensor, count: int) -> Tensor:
-    """Return a bool [S / 128, count / 128]: whether a block of rows and columns is visible in part.
+    """Return a bool [S / 128, count / 128]: whether any row of a block sees any of its columns.
 
-    Row i sees the columns from `low[i]` to before `high[i]`; `count` is the number of all columns.
+    Flex attention computes these blocks and skips all others.
+
+    Args:
+        low: [S], the first column that each row sees.
+        high: [S], the column after the last; a row with low >= high sees none.
+        count: The number of all columns.
     """
-    query_blocks = torch.arange(len(low), device=low.device) // FUSED
-    # +1 where a row's columns begin and -1 after they end, so that a running sum counts the rows that touch a block
-    edges = low.new_zeros((len(low) - 1) // FUSED + 1, (count - 1) // FUSED + 2)
-    is_any = (low < high).to(edges.dtype)
-    edges.index_put_((query_blocks, low // FUSED), is_any, accumulate=True)
-    edges.index_put_((query_blocks, (high - 1).clamp(min=0) // FUSED + 1), -is_any, accumulate=True)
+    query_blocks = torch.arange(len(low), device=low.device) // FLEX_BLOCK
+    # +1 at the block where a row's columns begin and -1 after the block where they end, so that a running sum over the
+    # blocks of columns counts the rows that touch a block. One more block of columns takes the -1 after the last.
+    edges = low.new_zeros((len(low) - 1) // FLEX_BLOCK + 1, (count - 1) // FLEX_BLOCK + 2)
+    sees_any = (low < high).to(edges.dtype)
+    edges.index_put_((query_blocks, low // FLEX_BLOCK), sees_any, accumulate=True)
+    edges.index_put_(
+        (query_blocks, (high - 1).clamp(min=0) // FLEX_BLOCK + 1), -sees_any, accumulate=True
+    )
     return edges.cumsum(1)[:, :-1] > 0
 
 
@@ -325,7 +333,10 @@ class _Plain(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, spans: Spans, *flat: Tensor
     ) -> Tensor:
-        """Return the attention output [h, S, w]; `flat` are the step pairs of `attend`, key and value in turn."""
+        """Return the attention output [h, S, w] of the wanted rows, as `attend` describes it.
+
+        `flat` are the step pairs of `attend`, key and value [k, S, w] in turn, as autograd takes no lists of tensors.
+        """
         step_pairs = _pairs(flat)
         heads, count, width = query.shape
         query = query * width**-0.5
@@ -337,16 +348,20 @@ class _Plain(torch.autograd.Function):
         # [h, S, steps], the scores of each row with the keys of its draft steps
         step_scores = query.new_empty(heads, count, len(step_pairs))
         for step, (step_key, _) in enumerate(step_pairs):
+            # [k, h / k, S, w]: a row sees one key of each step, its own, so a product by element is enough
             products = by_key(query, key) * step_key[:, None]
             step_scores[:, :, step] = products.sum(-1).flatten(0, 1)
         step_probs = torch.empty_like(step_scores)
+        # piece by piece, as the scores of all rows with all columns would not fit in memory
         for rows, columns, mask in split_pieces(spans, len(step_pairs), query):
             piece_key, piece_value = read_columns(columns, key, value)
+            # one softmax over the columns of the sequence and the keys of the draft steps
             probs = attention_probs(query[:, rows], piece_key, step_scores[:, rows], mask)
             seq_probs, piece_step_probs = probs.tensor_split([piece_key.shape[1]], dim=-1)
             output[:, rows] = (seq_probs @ piece_value).view(output[:, rows].shape)
             step_probs[:, rows] = piece_step_probs.reshape(step_probs[:, rows].shape)
         for step, (_, step_value) in enumerate(step_pairs):
+            # adds the step's values to `output`, of which `by_key` returns a view
             probs = by_key(step_probs[:, :, step, None], key)
             by_key(output, key).addcmul_(probs, step_value[:, None])
         ctx.save_for_backward(query, key, value, output, step_scores, step_probs, *flat)
@@ -535,7 +550,7 @@ def add_product(total: Tensor, ranges: Sequence[slice], left: Tensor, right: Ten
 
 
 def by_key(tensor: Tensor, key: Tensor) -> Tensor:
-    """Return [k, h / k, S, ...] of [h, S, ...]: the query heads that share a key head have one index."""
+    """Return a view [k, h / k, S, ...] of [h, S, ...]: the query heads that share a key head have one first index."""
     return tensor.unflatten(0, (len(key), -1))
 
 

@@ -189,12 +189,19 @@ def add_rows(block: Block, heads: Tensor, residual: Tensor) -> Tensor:
 def probe_read(
     head: TextHead, context: int, rows: int, window: Window | None = None
 ) -> Callable[[], Tensor]:
-    """Return a function whose seconds are measured: one forward of a head's blocks over `rows` rows.
+    """Return a function whose seconds are measured: one forward of a head's blocks over tokens of one sequence.
 
-    The rows come after `context` cached tokens, or after those of them that a window keeps. The function returns the
-    states [1, rows, H]. Each call overwrites the rows of the call before.
+    Each call overwrites the tokens of the call before, and returns their states [1, rows, H].
+
+    Args:
+        head: The head, bound to a target's head.
+        context: The number of cached tokens before those that are read.
+        rows: The number of tokens that a call reads.
+        window: The head's window, which keeps fewer of the cached tokens.
     """
+    # the target's embedding and LM head, which `bind` wraps in a tuple
     (target_head,) = head.frozen
+    # the columns of all blocks move together in one cache; each block has its own keys and values in it
     cache = SlotCache()
     caches = [Cache(cache, block) for block in head.layers]
     if window is not None:
@@ -205,20 +212,22 @@ def probe_read(
     tokens = torch.ones(1, end, dtype=torch.long, device=device)
     features = weight.new_zeros(1, end, weight.shape[1])
     cosine, sine = rotary_tables(head.rotary, features, torch.arange(end, device=device)[None])
-    # the timed rows follow one another as a chain
+    # the timed tokens follow one another as a chain
     tree_mask = torch.ones(1, rows, rows, dtype=torch.bool, device=device).tril()
+    # the mask is added to the scores: zeros let all of them see the whole context
     mask = level_mask(features.new_zeros(1, context), tree_mask, head.query_groups)
 
     @torch.inference_mode()
-    def read(start: int, end: int, mask: Tensor | None) -> Tensor:
-        """Read the tokens from `start` to before `end`; return their states."""
-        # the columns that an earlier call wrote after `start` are overwritten
-        cache.length = start
-        columns = slice(start, end)
+    def read(first: int, stop: int, read_mask: Tensor | None) -> Tensor:
+        """Read the tokens from `first` to before `stop`; return their states."""
+        # the columns that an earlier call wrote from `first` on are overwritten
+        cache.length = first
+        columns = slice(first, stop)
         tables = (cosine[:, columns], sine[:, columns])
         return head.read(
-            tokens[:, columns], features[:, columns], tables, mask, caches, target_head
+            tokens[:, columns], features[:, columns], tables, read_mask, caches, target_head
         )
 
-    read(start=0, end=context, mask=None)
+    # fills the cache; without a mask a token sees those up to itself
+    read(first=0, stop=context, read_mask=None)
     return lambda: read(context, end, mask)

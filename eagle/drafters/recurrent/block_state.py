@@ -140,17 +140,22 @@ class _BlockLevels(Levels):
         self.root_logits: Tensor = state.head.logits(self.root_states, state.head.frozen[0])
 
     def _begin(self) -> None:
-        """Reset to the roots' blocks, for a new draft."""
+        """Reset to the roots' blocks, for a new draft.
+
+        The root's block has the last k slots of a row's committed tokens. It is in the cache and counts as none of the
+        draft's R blocks.
+        """
         count = len(self.cache_rows)
         device = self.root_states.device
-        self.rows = list(range(count))
+        self.rows = list(range(count))  # the rows whose trees still grow, at first all of the batch
         self.states = self.root_states  # of the F blocks that were read last, [B, F, k, H]
         self.logits = self.root_logits  # [B, F, k, V]
         # [B, K], the index among these of the block that a node of the last level follows
         self.block_index = torch.zeros(count, 1, dtype=torch.long, device=device)
         # the tokens [B, K] between that block and a node, level by level
         self.path: list[Tensor] = []
-        # [B, F, R], which of the draft's R blocks each of the F blocks sees: those of its path and itself
+        # [B, F, R], which of the draft's R blocks (at first none) each of the F blocks sees: those of its path and
+        # itself
         self.block_mask = torch.zeros(count, 1, 0, dtype=torch.bool, device=device)
 
     def __call__(

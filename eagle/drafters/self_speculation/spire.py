@@ -148,7 +148,10 @@ class Spire(TrainableDrafter):
     # -- training ------------------------------------------------------------------------------------------------------
 
     def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
-        """Return the loss: cross-entropy from the target's probs, blended with 1 - overlap, summed over the passes."""
+        """Return the loss: cross-entropy from the target's probs, blended with 1 - overlap, summed over the passes.
+
+        Pass s, counted from 1, runs level s of all drafts: it predicts the token s + 1 positions after a slot.
+        """
         settings = self.settings
         spans, weights = self.training_slots(batch, batch.tokens.device)
         slot_indices, states = self.unroll(batch, frozen, spans, settings.steps)
@@ -156,46 +159,50 @@ class Spire(TrainableDrafter):
         objective = Objective("hybrid", blend=settings.cross_entropy)
         losses = []
         for step, (state, weight) in enumerate(zip(states, weights, strict=True), start=1):
-            # slot i predicts token i + step + 1, which the target predicts from its state at i + step; a pass without
-            # weight takes the first pass's state, as its own may not be stored
+            # Slot i predicts token i + step + 1, which the target predicts from its state at i + step. A slot without
+            # weight in this pass takes the target's state of the first pass, as that of this pass may not be stored.
             teacher = target_hidden.index_select(0, slot_indices + torch.where(weight > 0, step, 1))
             loss, _ = distillation_loss(
                 state[None],
                 teacher,
                 weight[None],
+                # student and teacher share the target's LM head
                 (frozen, frozen),
                 objective=objective,
             )
             losses.append(loss)
         total = torch.stack(losses).sum()
+        # loss terms are named by level, from 0 on, as those of other methods
         return {
             "total": total,
             **{f"draft_probs/{step}": loss.detach() for step, loss in enumerate(losses)},
         }
 
     def training_slots(self, batch: Batch, device: torch.device) -> tuple[Spans, Tensor]:
-        """Return the slots to train, every `stride`-th of a sequence, and their weights [K, S] in each pass.
+        """Return the slots to train, every `stride`-th of a sequence, and the weights [K, S] of S slots in K passes.
 
-        The sequence's seed decides the first of them. A pass counts if all tokens up to the one it predicts are
-        supervised. Sequences are weighted by their supervised tokens.
+        The slots i of a sequence have the same i modulo `stride`, its offset. It is that of a supervised slot which the
+        sequence's seed picks, so that at least one slot is trained. A slot has weight in a pass if all tokens up to the
+        one that it predicts there are supervised. Sequences are weighted by their supervised tokens.
         """
         settings = self.settings
         # slot i predicts token i + 2 first
         masks = [mask[2:] for mask in batch.masks]
         supervised = max(sum(int(mask.sum()) for mask in masks), 1)
-        firsts = []
+        offsets = []
         weights = []
         for mask, seed in zip(masks, batch.seeds, strict=True):
             marked = mask.nonzero()[:, 0]
             generator = torch.Generator().manual_seed(seed)
             sampled = torch.randint(max(len(marked), 1), (1,), generator=generator)
-            first = int(marked[sampled]) % settings.stride if len(marked) else 0
-            slots = marked[marked % settings.stride == first]
+            offset = int(marked[sampled]) % settings.stride if len(marked) else 0
+            slots = marked[marked % settings.stride == offset]
             reached = reached_levels(mask, slots, settings.steps).T
-            firsts.append(first)
+            offsets.append(offset)
             # each trained slot also counts for those that the stride leaves out
             weights.append(reached * (len(marked) / max(len(slots), 1) / supervised))
-        spans = Spans.of(masks, device, settings.stride, firsts, window=settings.window)
+        # these are the same slots in the same order: where a mask is true, every `stride`-th from the offset on
+        spans = Spans.of(masks, device, settings.stride, offsets, window=settings.window)
         return spans, upload(torch.cat(weights, dim=1), device)
 
     def unroll(
@@ -236,6 +243,7 @@ class Spire(TrainableDrafter):
                     read_rows(block, inputs, tables, pair, spans=spans, step_pairs=drafted)
                 )
             pass_states.append(self.norm(states[-1]))
+            # no pass is left that could see the memories of the last one
             if step == steps:
                 break
             # the memories of a pass mix the outputs of all its blocks, so only later passes can see them
@@ -478,8 +486,18 @@ class _MemoryLevels(FollowsRows):
         parents: Tensor,
         tree_mask: Tensor,
     ) -> Tensor:
-        """Return [B, K, V], the logits after the nodes [B, K] of one level of these rows."""
-        # trees of another budget grow after those before them, from the roots again
+        """Return [B, K, V], the logits after the nodes [B, K] of one level of these rows.
+
+        Args:
+            depth: The level, 1 for the root's children.
+            rows: Those of the batch whose trees still grow.
+            tokens: [B, K], of the level's nodes.
+            parents: Not needed, as the tree mask says what a node sees.
+            tree_mask: [B, K, N], the nodes read so far without the root, this level's K last: true at a node's
+                ancestors and itself.
+        """
+        # one object grows the trees of a batch group by group, one group for each kind of budget: each starts again
+        # from the roots
         if depth == 1:
             self._restart()
             self.states = self.first_states
@@ -488,12 +506,14 @@ class _MemoryLevels(FollowsRows):
         )
         self.states, self.memory, self.committed_mask, self.positions, self.lengths = tensors
         self._append_memories(depth - 1)
-        # [B, K, R], the root and the nodes above: a node's own memory is not known yet
+        # [B, K, R], the root and the nodes of the levels above. The columns of this level are cut off: memories mix the
+        # outputs of all blocks, so those of its own nodes are not known yet.
         ancestors = F.pad(
             tree_mask[..., : tree_mask.shape[2] - tokens.shape[1]], (1, 0), value=True
         )
         if self.window and depth > self.window.recent:
-            # the window of `recent` tokens no longer shows the root and the first levels
+            # of the draft, the window shows the last `recent` levels above: no longer the root (widths[0]) and the
+            # first levels
             ancestors[..., : sum(self.widths[: depth - self.window.recent])] = False
         self.states = self._read(depth, tokens, ancestors)
         return self.head.logits(self.states)

@@ -58,7 +58,7 @@ def _read_steps(
     tree: DraftTree,
     chunk: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return states [5, D] and logits [5, V] of PATH of a tree, read in steps by one token.
+    """Return states [5, D] and logits [5, V] at the nodes PATH of a tree, read as a sequence in steps by one token.
 
     The prompt is read before in chunks of `chunk` tokens.
     """
@@ -77,14 +77,20 @@ def _read_steps(
 
 
 def _read_tree(target: Any, prompts: list[list[int]], tree: DraftTree) -> tuple[Tensor, Tensor]:
-    """Return states [5, D] and logits [5, V] of PATH of a tree, read in one forward after the last prompt.
+    """Return states [5, D] and logits [5, V] at the nodes PATH of a tree, read in one forward after the last prompt.
 
-    The other prompts are rows of the same batch, with the same tree.
+    Args:
+        target: the target.
+        prompts: one, or several to read as rows of a batch: the others, with the same tree after each, are there to see
+            whether a batch changes the bits.
+        tree: the tree, of which PATH names five nodes from the root to a leaf.
     """
+    # tap -1: the states that enter the LM head
     state = TargetState(target, (-1,))
     for row, prompt in enumerate(prompts):
         state.admit(row, prompt, room=len(tree))
     state.finish_prompts()
     output = state.read(dict.fromkeys(range(len(prompts)), tree))[len(prompts) - 1]
     assert output.features is not None
+    # features are [nodes, taps, D], of the one tap
     return output.features[PATH, 0], output.logits[PATH]

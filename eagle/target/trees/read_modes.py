@@ -225,13 +225,19 @@ class Probe:
     """
 
     def __init__(self, reader: Any) -> None:
-        """Choose the prompt and the nodes' tokens for a reader's model."""
+        """Choose the tokens of the prompt and of the tree with which a reader's modes are tried on its model.
+
+        Args:
+            reader: the reader, whose mode the caller sets before each trial.
+        """
         self.reader = reader
         self.config = reader.config
+        # the user's model without its LM head, whose own forwards give the states to compare with
         self.base = base_of(reader.original)
         dtype = reader.original.dtype  # of the layers; the states that they return may be in fp32
+        # whether rounding is so small that states must agree closely; in half precision only large differences tell
         self.is_exact = dtype in (torch.float32, torch.float64)
-        self.eps = torch.finfo(dtype).eps
+        self.eps = torch.finfo(dtype).eps  # the relative rounding error of one operation
         self.count = self._prompt_length()
         self.tokens = self._make_tokens(self.count)
 
@@ -353,12 +359,15 @@ class Probe:
     def _read_batch(self, prompts: list[Tensor], trees: Tensor) -> Tensor:
         """Read prompts in a batch and a tree after each; return the states of the trees' nodes.
 
+        `compare_rows` reads every prompt once alone and once together with the others, and compares the states.
+
         Args:
             prompts: B prompts of any lengths.
             trees: [B, 3], the tokens of a root and its two children.
 
         Returns:
-            [B, 3, D], or [B, 4, D] for a model with mixers: the root is then also read as a step by one token.
+            [B, 3, D], or [B, 4, D] for a model with mixers (modules that keep a state or read trees by paths): the root
+            is then also read as a step by one token.
         """
         reader = self.reader
         cache_rows = list(range(len(prompts)))
@@ -366,19 +375,23 @@ class Probe:
         cache = reader.new_cache()
         cache.lengths = [0] * len(prompts)
         cache.reserve(len(prompts), int(lengths.max()) + 3)
+        # the prompts are committed as they are read; their sizes keep padding out of states
         cache.set_write_offset(cache_rows, sizes=lengths.tolist(), commits=True)
         padded = nn.utils.rnn.pad_sequence(prompts, batch_first=True)
         # padding takes the position of the last token
         positions = torch.minimum(torch.arange(padded.shape[1])[None], lengths[:, None] - 1)
         reader(padded, positions, None, cache)
+        # a forward does not move the lengths: from here on columns are written after each row's own prompt
         cache.lengths = lengths.tolist()
         cache.set_write_offset(cache_rows)
+        # every node sees the root and itself
         tree_mask = torch.eye(3, dtype=torch.bool).repeat(len(prompts), 1, 1)
         tree_mask[:, :, 0] = True
         hidden = reader(trees, lengths[:, None] + torch.tensor([0, 1, 1]), tree_mask, cache)
         if not reader.mixers.mixers:
             return hidden
-        # mixers must be right in a step by one token too
+        # mixers may take another path for a single token, which must be right, too. The tree was not committed, so the
+        # root is written over it.
         cache.set_write_offset(cache_rows)
         step = reader(trees[:, :1], lengths[:, None], None, cache)
         return torch.cat([hidden, step], dim=1)

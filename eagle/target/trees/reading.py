@@ -220,6 +220,7 @@ class Reading:
         `paths` are by index of the sequence in this forward.
         """
         kept: dict[int, States] = {seq: {} for seq in paths}
+        # both are by mixer, and name those that this forward has run
         mixers = self.node_states if self.levels else self.inputs
         # padding would enter the states, so only paths of the same length run together
         for length in {len(path) for path in paths.values()}:
@@ -230,16 +231,18 @@ class Reading:
                     kept[seq][mixer] = state
         return kept
 
-    def _states_after(self, mixer: Mixer, rows: Paths) -> list[State]:
-        """Return a mixer's states after paths of the same length."""
+    def _states_after(self, mixer: Mixer, paths: Paths) -> list[State]:
+        """Return a mixer's state after each of these paths, which have the same length."""
+        # a forward by levels has kept the state after every node
         if self.levels:
-            return [self.node_states[mixer][seq, path[-1]] for seq, path in rows.paths]
-        # paths through all nodes: their states are known from the forward
-        if mixer in self.end_states and rows.longest == self.plan.shape[1]:
-            return [self.end_states[mixer][seq] for seq in rows.seqs]
+            return [self.node_states[mixer][seq, path[-1]] for seq, path in paths.paths]
+        # Where each sequence was one path, as a chain or a prompt, the forward has kept the states at its end. A path
+        # as long as the longest sequence (`shape` is sequences and nodes) passes through all nodes of its own.
+        if mixer in self.end_states and paths.longest == self.plan.shape[1]:
+            return [self.end_states[mixer][seq] for seq in paths.seqs]
         # else the mixer runs again over these paths alone, with the outputs of its linear layers from the forward
-        states = [self.states[seq].get(mixer, {}) for seq in rows.seqs]
-        _, ends = self._run(mixer, self.inputs[mixer], states, rows, self.projections[mixer])
+        states = [self.states[seq].get(mixer, {}) for seq in paths.seqs]
+        _, ends = self._run(mixer, self.inputs[mixer], states, paths, self.projections[mixer])
         return ends
 
     def narrow(self, kept: Sequence[Path], states: Sequence[States]) -> Reading:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from eagle.core.target_head import TargetHead
+from eagle.core.drafter import TargetHead
 from eagle.target.borrowed import is_close
 from eagle.target.structure import FAILURES, base_of
 

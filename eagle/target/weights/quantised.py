@@ -203,13 +203,21 @@ def why_rows_mix(quantization: dict[str, Any] | None) -> str:
 
 
 def weight_bits(quantization: dict[str, Any] | None) -> int | None:
-    """Return the bits of a weight in memory where the method's kernels run; None if it is plain or unknown."""
+    """Return the bits that a quantised weight takes in memory, on a device that has the method's kernels.
+
+    None if weights are not quantised, are unpacked to the model's dtype on loading, or have an unknown number of bits.
+
+    Args:
+        quantization: a quantization_config; None for a model that is not quantised.
+    """
     if quantization is None:
         return None
-    needs = METHODS.get(method_of(quantization), Requirements())
-    # where the method alone does not decide the bits, the config names them under one of several keys
-    if needs.bits or needs.unpacks:
-        return needs.bits
+    method = METHODS.get(method_of(quantization), Requirements())
+    # a method that unpacks has no bits of its own: `bits` is None then
+    if method.bits or method.unpacks:
+        return method.bits
+    # The method alone does not decide the bits, and the config names them under one of several keys. The pattern has a
+    # group for each form: a number such as "bits": 4, or a digit in a type's name such as Int4WeightOnly.
     match = BITS.search(json.dumps(quantization, default=str))
     return None if match is None else int(match[1] or match[2])
 

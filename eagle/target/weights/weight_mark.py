@@ -26,6 +26,7 @@ class WeightMark:
     def __init__(self, model: Any) -> None:
         """Find the places of a model's weights and hooks, which `read` then looks at."""
         self.owners = [module._parameters for module in model.modules() if module._parameters]
+        # the first two kinds hold the hooks; the others only note which of these take keyword arguments
         self.hooks = [vars(module)[kind] for module in model.modules() for kind in HOOKS[:2]]
 
     def read(self) -> list[Any] | None:
@@ -73,13 +74,13 @@ class ModelMark:
         hooked: set[int],
         volatile: frozenset[Entry] = frozenset(),
     ) -> None:
-        """Mark a model as it is now.
+        """Record a model's modules, attributes, buffers and hooks as they are now, for `differences` to compare with.
 
         Args:
             model: the model.
             config: its text config.
             hooked: ids of the modules whose hooks are compared: a reader copies these hooks, and shares all others.
-            volatile: entries to leave out, as a forward of the model sets them by itself.
+            volatile: the attributes (each an `Entry`) to leave out, as a forward of the model sets them by itself.
         """
         self.model = model
         self.config = config
@@ -87,10 +88,12 @@ class ModelMark:
         self.volatile = volatile
         # objects that are compared by their id are kept alive, as the id of a freed object may be used again
         self.alive: list[Any] = []
+        # entry -> its value, or the id of the object; reading also adds these objects to `alive`
         self.marked = self._read(self.alive)
 
     def differences(self) -> frozenset[Entry]:
         """Return the entries whose values have changed since the model was marked; empty if it is unchanged."""
+        # these objects are alive while they are compared, so nothing keeps them
         now = self._read([])
         keys = self.marked.keys() | now.keys()
         changed = (key for key in keys if self.marked.get(key) != now.get(key))

@@ -91,8 +91,9 @@ def bias_of(
         (sample_tree, CHAIN),
         (sample_block, CHAIN),
         (sample_tree, TREE),
+        (sample_block, TREE),
     ],
-    ids=["chain", "chain as a block", "tree"],
+    ids=["chain", "chain as a block", "tree", "tree by whole paths"],
 )
 def test_drafts_that_end_early_keep_the_targets_law(rule: Rule, paths: Paths) -> None:
     """By enumeration of all drafts, some of which end early."""

@@ -20,7 +20,7 @@ from eagle.drafters.recurrent.eagle3 import Eagle3
 from eagle.drafters.recurrent.hass import Hass
 from eagle.formats.checkpoint import load_head, save_head
 from eagle.recipe import Recipe
-from eagle.training.first_head import first_head
+from eagle.training.start import first_head
 from tests.drafters.loops import loop_gradients
 from tests.naive_unroll import hass_loss
 from tests.unrolled_heads import SHAPE, TAPS, apart, computed, frozen_head, texts_of
