@@ -59,7 +59,7 @@ SHOWN: list[tuple[str, Callable[[Any], str], str]] = [
     ("measurements/on-policy", comparison_table, "compare_on_policy compare_on_policy_chat"),
     ("measurements/heads", comparison_table, "compare_heads compare_heads_chat"),
     ("measurements/blocks", comparison_table, "compare_blocks compare_blocks_chat"),
-    ("measurements/training-runs", comparison_table, "compare_smollm2"),
+    ("measurements/training-runs", comparison_table, "compare_smollm2 compare_smollm2_methods"),
     ("papers", comparison_table, "compare_sources"),
     ("measurements/drafters", comparison_table, "compare_self"),
     ("measurements/data-preparation", comparison_table, "compare_stores compare_stores_chat"),
