@@ -138,6 +138,16 @@ DECODED: dict[str, dict[str, Any]] = {
 # and switches that change what is learned or written
 HEADS = {
     **DECODED,
+    "dflash, window": {
+        "kind": "dflash",
+        "window": {"recent": 16},
+        "window_blocks": (0, 2),
+        "causal": "window",
+    },
+    "dspark, draft vocabulary": {
+        "kind": "dspark",
+        "draft_vocab": 12,
+    },
     "eagle1 as published": {
         "kind": "eagle1",
         "fc_bias": False,
