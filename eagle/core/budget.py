@@ -156,11 +156,12 @@ def describe_budget(budget: Mapping[str, Any]) -> str:
     depth = budget["depth"]
     if not nodes:
         return ""
+    # the acceptance above temperature 0 depends on it; reports of early releases do not name it
+    draw = budget.get("draw", "noise")
+    how = "" if draw == "noise" else f", draw {draw}"
     if budget.get("paths"):
-        return f"fixed tree of {nodes} nodes, depth {depth}"
+        return f"fixed tree of {nodes} nodes, depth {depth}{how}"
     if budget["top_k"] == 1 or nodes == depth == 1:
         length = min(nodes, depth)
-        if length == 1:
-            return "chain of 1 token"
-        return f"chain of {length} tokens"
-    return f"tree of {nodes} nodes, depth {depth}, top-k {budget['top_k']}"
+        return f"chain of {length} token{'' if length == 1 else 's'}{how}"
+    return f"tree of {nodes} nodes, depth {depth}, top-k {budget['top_k']}{how}"

@@ -202,11 +202,14 @@ def test_a_card_says_what_the_files_say(target: Target, tmp_path: Path) -> None:
 def test_an_acceptance_length_names_its_tree(tmp_path: Path) -> None:
     """One head has many: of chains, and of trees of any size."""
     budgets = {"none": (0, 0, 0), "chain": (4, 4, 1), "tree": (8, 5, 3)}
+    engine = {"nodes": 3, "depth": 3, "top_k": 1, "draw": "likeliest"}
     drafters = {}
     rows = []
     for name, (nodes, depth, top_k) in budgets.items():
         drafters[name] = {"budget": {"nodes": nodes, "depth": depth, "top_k": top_k}}
         rows.append({"drafter": name, "temperature": 0.0, "committed": 6, "cycles": 3})
+    drafters["engine"] = {"budget": engine}
+    rows.append({"drafter": "engine", "temperature": 1.0, "committed": 6, "cycles": 3})
     lines = [{"run": {"drafters": drafters}}, *rows]
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (tmp_path / "results.jsonl").write_text(text)
@@ -214,6 +217,8 @@ def test_an_acceptance_length_names_its_tree(tmp_path: Path) -> None:
     assert "| 0 | `none` | – | 2 |" in table
     assert "| 0 | `chain` | chain of 4 tokens | 2 |" in table
     assert "| 0 | `tree` | tree of 8 nodes, depth 5, top-k 3 | 2 |" in table
+    # above temperature 0 the same chain is accepted more often if its tokens are drafted otherwise
+    assert "| 1 | `engine` | chain of 3 tokens, draw likeliest | 2 |" in table
 
 
 @pytest.mark.parametrize("rows, unfinished", [(1, True), (2, False)])
