@@ -176,7 +176,7 @@ def main(argv: list[str]) -> None:
     with lock_folder(args.out):
         tables = count_texts(
             texts,
-            vocab_size_of(recipe.target),
+            vocab_size_of(recipe.target.path, recipe.target.revision),
             pairs=args.kind == "bigram",
             tokenizer=tokenizer_identity(tokenizer),
         )

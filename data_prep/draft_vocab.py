@@ -53,7 +53,7 @@ def main(argv: list[str]) -> None:
     args = parser.parse_intermixed_args(argv)
     recipe = Recipe.load(args.recipe, args.overrides)
     examples = open_cache(recipe)
-    counts = counts_of(examples, vocab_size_of(recipe.target))
+    counts = counts_of(examples, vocab_size_of(recipe.target.path, recipe.target.revision))
     save_draft_vocab(args.out, counts, args.size, data_identity(recipe))
     print(
         examples.tally.table(),

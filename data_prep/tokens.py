@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -23,14 +23,14 @@ from eagle.core.examples import Example, count_shared
 from eagle.data.identity import folder_of, stop_ids
 from eagle.formats.reading.files import parse_json
 from eagle.log import progress
-from eagle.recipe import DataSection, Recipe, TargetSection
+from eagle.recipe import DataSection, Recipe
 from eagle.target.gguf import model_folder
 
-# Keys of a loaded tokenizer's `init_kwargs`: what puts images into texts, the target's stop tokens and its vocabulary.
+# Keys of a loaded tokenizer's `init_kwargs`: what puts images into texts, the target's stop tokens, its path and
+# revision. The last two can be written as JSON, as `save_pretrained` does.
 IMAGES = "image_reader"
 STOP_IDS = "stop_ids"
-# A function that returns the size of the target's vocabulary.
-VOCAB_SIZE = "vocab_size_of_target"
+TARGET = "target"
 
 
 def load_tokenizer(recipe: Recipe) -> Any:
@@ -53,18 +53,18 @@ def load_tokenizer(recipe: Recipe) -> Any:
         )
     tokenizer.init_kwargs[STOP_IDS] = stop_ids(target)
     tokenizer.init_kwargs[IMAGES] = load_image_reader(recipe)
-    # Read once, and only where data are token ids already.
-    tokenizer.init_kwargs[VOCAB_SIZE] = cache(partial(vocab_size_of, target))
+    tokenizer.init_kwargs[TARGET] = [str(target.path), target.revision]
     return tokenizer
 
 
-def vocab_size_of(target: TargetSection) -> int:
+@cache
+def vocab_size_of(target: str, revision: str | None) -> int:
     """Return the rows of the target's LM head by its config, which may be more than its tokenizer knows."""
-    path = folder_of(target.path, target.revision, ("config.json",)) / "config.json"
+    path = folder_of(target, revision, ("config.json",)) / "config.json"
     config = parse_json(path.read_bytes(), str(path))
     size = config.get("text_config", config).get("vocab_size")
     if not isinstance(size, int):
-        raise ValueError(f"the config of {target.path} has vocab_size {size!r}, expected a number")
+        raise ValueError(f"the config of {target} has vocab_size {size!r}, expected a number")
     return size
 
 
@@ -273,8 +273,9 @@ def examples_of_row(
     """Return the example of a record of token ids, cut at `max_length`; none if nothing before is supervised."""
     row = conversation.row
     assert row is not None
+    target = tokenizer.init_kwargs.get(TARGET)
     # A tokenizer that was not loaded with a target knows no larger vocabulary than its own.
-    vocab_size = tokenizer.init_kwargs.get(VOCAB_SIZE, partial(len, tokenizer))()
+    vocab_size = len(tokenizer) if target is None else vocab_size_of(*target)
     wrong = [token for token in row.tokens if not 0 <= token < vocab_size]
     if wrong:
         raise ValueError(
