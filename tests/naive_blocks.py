@@ -151,7 +151,7 @@ def naive_loss(
         # the weights may follow what the head itself finds likely
         level_weights = weigh_levels(settings, likely)
         if settings.loss == "tokens":
-            level_weights = level_weights * inside
+            # no label is outside of the vocabulary; the level counts in the mean all the same
             losses = torch.where(inside, losses, 0.0)
         for level in range(reached):
             terms.append((0, level, level_weights[level], losses[level]))

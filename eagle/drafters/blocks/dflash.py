@@ -50,7 +50,8 @@ class DFlash(InjectedHead):
         """
         settings = self.settings
         anchors, states = self.read_anchors(batch, frozen)
-        # tokens are counted as rows of the draft vocabulary; those outside of it are no labels
+        # tokens are counted as rows of the draft vocabulary; those outside of it are no labels: their loss is 0, and
+        # they count in the mean all the same
         tokens, in_vocab = self.find_drafts(anchors.tokens_of(batch))  # [A, K]
         head = self.output_head(frozen)
         reached = anchors.reached
