@@ -8,7 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 
 from eagle.conformance.own_answers import own_answer as own_answer
 from eagle.conformance.own_answers import own_logits as own_logits
@@ -144,6 +150,23 @@ def draw_weights(model: Any) -> Any:
             weight.copy_(noise * 0.3 if weight.dim() > 1 else weight + noise * 0.1)
         # else a tied head answers with the token just read
         model.get_input_embeddings().weight *= 0.3
+    return model
+
+
+def small_llama() -> LlamaForCausalLM:
+    """Return a random Llama of 24 tokens, whose logits are far enough apart for answers that vary."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=24,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        bos_token_id=0,
+    )
+    model = LlamaForCausalLM(config)
+    torch.nn.init.normal_(model.lm_head.weight, std=0.4)
     return model
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from eagle import Budget, Sampling, Target, generate, load_drafter
 from eagle.conformance.drafting import check_law
@@ -22,7 +21,7 @@ from eagle.decoding.loop import Decoding
 from eagle.drafters.lookup.recycling import WIDTH, RecyclingDrafter, RecyclingState, levels_of
 from eagle.drafters.several import FirstOf
 from tests.enumerate_law import texts_of
-from tests.families import own_logits
+from tests.families import own_logits, small_llama
 
 # different first tokens, so that no prompt's prefix is still in the cache; the second has two chunks of logits
 PROMPTS = [[1, 2, 3, 4, 5, 1, 2, 3], [7 * i % 24 for i in range(1, 80)], [9, 5, 2]]
@@ -35,19 +34,7 @@ Table = dict[int, list[int]]
 @pytest.fixture(scope="module")
 def small() -> Target:
     """Return a random model of 24 tokens, in fp64, as near-ties would be ordered by rounding."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=24,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        bos_token_id=0,
-    )
-    model = LlamaForCausalLM(config)
-    torch.nn.init.normal_(model.lm_head.weight, std=0.4)
-    return Target(model.double())
+    return Target(small_llama().double())
 
 
 # -- a naive dictionary ---------------------------------------------------------------------------

@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from eagle import Budget, Sampling, Target, generate
 from eagle.core.drafter import Committed, DraftText
@@ -22,7 +21,7 @@ from eagle.drafters.self_speculation.lookahead import (
     LookaheadText,
 )
 from tests.enumerate_law import texts_of
-from tests.families import own_logits
+from tests.families import own_logits, small_llama
 
 # from the tokens of a text to the next one of a greedy target
 Predict = Callable[[list[int]], int]
@@ -202,19 +201,7 @@ def test_a_fault_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def small() -> Target:
     """Return a random model of 24 tokens."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=24,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        bos_token_id=0,
-    )
-    model = LlamaForCausalLM(config)
-    torch.nn.init.normal_(model.lm_head.weight, std=0.4)
-    return Target(model)
+    return Target(small_llama())
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
