@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,11 @@ from eagle.recipe import DataSection, Recipe
 from eagle.target.gguf import model_folder
 
 # Keys of a loaded tokenizer's `init_kwargs`: what puts images into texts, the target's stop tokens, its path and
-# revision. The last two can be written as JSON, as `save_pretrained` does.
+# revision. All but the first can be written as JSON, as `save_pretrained` does.
 IMAGES = "image_reader"
 STOP_IDS = "stop_ids"
 TARGET = "target"
+VOCAB_SIZE = "vocab_size"  # of the target, once a record of token ids has asked for it
 
 
 def load_tokenizer(recipe: Recipe) -> Any:
@@ -57,7 +58,6 @@ def load_tokenizer(recipe: Recipe) -> Any:
     return tokenizer
 
 
-@cache
 def vocab_size_of(target: str, revision: str | None) -> int:
     """Return the rows of the target's LM head by its config, which may be more than its tokenizer knows."""
     path = folder_of(target, revision, ("config.json",)) / "config.json"
@@ -273,9 +273,12 @@ def examples_of_row(
     """Return the example of a record of token ids, cut at `max_length`; none if nothing before is supervised."""
     row = conversation.row
     assert row is not None
-    target = tokenizer.init_kwargs.get(TARGET)
-    # A tokenizer that was not loaded with a target knows no larger vocabulary than its own.
-    vocab_size = len(tokenizer) if target is None else vocab_size_of(*target)
+    vocab_size = tokenizer.init_kwargs.get(VOCAB_SIZE)
+    if vocab_size is None:
+        target = tokenizer.init_kwargs.get(TARGET)
+        # A tokenizer that was not loaded with a target knows no larger vocabulary than its own.
+        vocab_size = len(tokenizer) if target is None else vocab_size_of(*target)
+        tokenizer.init_kwargs[VOCAB_SIZE] = vocab_size
     wrong = [token for token in row.tokens if not 0 <= token < vocab_size]
     if wrong:
         raise ValueError(

@@ -144,7 +144,8 @@ class ReducedVocab:
     @property
     def drafts(self) -> Tensor | None:
         """[D], the tokens that are drafted; None for all."""
-        return self.restricted if self.own_drafts is None else self.own_drafts
+        own_drafts = self.own_drafts
+        return self.restricted if own_drafts is None else own_drafts
 
     @drafts.setter
     def drafts(self, tokens: Tensor | None) -> None:
@@ -172,8 +173,9 @@ class ReducedVocab:
 
     def on_all_tokens(self, logits: Tensor) -> Tensor:
         """Return logits of the draft vocabulary [.., D] as [.., V], with minus infinity at all other tokens."""
-        if self.drafts is None or logits.shape[-1] == self.shape.vocab_size:
+        drafts = self.drafts
+        if drafts is None or logits.shape[-1] == self.shape.vocab_size:
             return logits
         all_logits = logits.new_full((*logits.shape[:-1], self.shape.vocab_size), -torch.inf)
-        all_logits[..., self.drafts] = logits
+        all_logits[..., drafts] = logits
         return all_logits
