@@ -28,7 +28,7 @@ from eagle.core.tree import Paths
 from eagle.drafters.blocks import block_spans
 from eagle.drafters.blocks.block_spans import Pair, attend_block_flex
 from eagle.drafters.parts import objectives, spans
-from eagle.drafters.parts.spans import Spans, StepPairs, attend_flex
+from eagle.drafters.parts.spans import Drafted, Spans, StepPairs, attend_flex
 
 INNER = (
     FakeTensor,
@@ -122,11 +122,12 @@ class Footprint(TorchDispatchMode):
         block_pair: Pair,
         *,
         causal: bool,
+        drafted: Drafted = 0,
     ) -> Tensor:
         """Run the fused attention of blocks, each token of which is a query, with a kernel that computes sizes only."""
         self._count_pairs(query.flatten(2), spans)
         return attend_block_flex(
-            query, key, value, spans, block_pair=block_pair, causal=causal, kernel=_kernel
+            query, key, value, spans, block_pair, causal=causal, drafted=drafted, kernel=_kernel
         )
 
     def _count_pairs(self, query: Tensor, spans: Spans) -> None:

@@ -131,8 +131,17 @@ def test_every_engine_that_has_a_layout_is_ready(
     assert "bind" not in said
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["draft_model", *BY_DEFAULT])
+@pytest.mark.parametrize(
+    "method",
+    [
+        "dflash",  # the fast tests forecast a method with the attention of blocks
+        *(
+            pytest.param(method, marks=pytest.mark.slow)
+            for method in ("draft_model", *BY_DEFAULT)
+            if method != "dflash"
+        ),
+    ],
+)
 def test_further_methods_go_through_all_stages(method: str, say: Callable[..., str]) -> None:
     """Their own recipes are checked and forecast; engines that cannot read them are named."""
     said = say(method=method)
