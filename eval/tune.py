@@ -231,11 +231,14 @@ def plan_rounds(num_candidates: int, num_answers: int) -> list[tuple[int, int]]:
 
 
 def forecast(tuning: Tuning, shapes: Sequence[Budget], rounds: Sequence[tuple[int, int]]) -> str:
-    """Replay a few of the shapes, which the search needs anyway, and return about how long all rounds will take."""
+    """Replay a few of the shapes, which the search needs anyway, and return how long all rounds will take at most.
+
+    The shapes that are left in later rounds are mostly small, and take less time than these.
+    """
     count = rounds[0][1]
     timed = spread(shapes, TIMED)
     start = perf_counter()
-    for budget in timed:
+    for budget in progress(timed, "timed for the forecast", len(timed), unit="candidates"):
         tuning.trial(budget, count)
     seconds = (perf_counter() - start) / (len(timed) * count)
 
@@ -248,8 +251,8 @@ def forecast(tuning: Tuning, shapes: Sequence[Budget], rounds: Sequence[tuple[in
     # the table of chains is of all answers
     num_replays += len(CHAINS) * num_replayed
     return (
-        f"{len(shapes)} shapes and no draft are tried: about {describe_seconds(seconds * num_replays)}; --trees, "
-        "eval.count and eval.max_new_tokens make it less, and Ctrl-C prints the best so far"
+        f"{len(shapes)} shapes and no draft are tried: at most about {describe_seconds(seconds * num_replays)}; "
+        "--trees, eval.count and eval.max_new_tokens make it less, and Ctrl-C prints the best so far"
     )
 
 
@@ -377,6 +380,9 @@ def chains_by_task(tuning: Tuning) -> str:
     if len(tasks) == 2:
         tasks = [None]
     budgets = [chain(length) for length in CHAINS]
+    # the search has dropped some of them early
+    for budget in progress(budgets, "chains on all answers", len(budgets), unit="candidates"):
+        tuning.trial(budget)
     lines = [f"{'tau, speedup':22}" + "".join(f"{f'k = {length}':>13}" for length in CHAINS)]
     for task in tasks:
         plain_speed = tuning.trial(NOT_DRAFTING, task=task).speed

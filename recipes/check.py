@@ -226,7 +226,7 @@ def say_forecast(recipe: Recipe, count: int | None) -> bool:
             "the answers that are written while training, and what is learned from their drafts, come on top"
         )
     say_quantisation(recipe, sizes.bits)
-    for line in find_unusual(recipe, sizes):
+    for line in find_unusual(recipe, sizes, run.steps):
         say(f"unusual: {line}")
     available = memory_here()
     if run.target <= available:

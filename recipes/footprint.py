@@ -127,7 +127,14 @@ class Footprint(TorchDispatchMode):
         """Run the fused attention of blocks, each token of which is a query, with a kernel that computes sizes only."""
         self._count_pairs(query.flatten(2), spans)
         return attend_block_flex(
-            query, key, value, spans, block_pair, causal=causal, drafted=drafted, kernel=_kernel
+            query,
+            key,
+            value,
+            spans,
+            block_pair=block_pair,
+            causal=causal,
+            drafted=drafted,
+            kernel=_kernel,
         )
 
     def _count_pairs(self, query: Tensor, spans: Spans) -> None:

@@ -22,6 +22,7 @@ from recipes.forecast import GB, TOKENS, Sizes, forecast, sizes_of
 from recipes.suggestions import (
     PUBLISHED_RATES,
     PUBLISHED_WIDTH,
+    SHORT_FACTOR,
     suggest_batch,
     suggest_draft_vocab,
     suggest_epochs,
@@ -29,7 +30,6 @@ from recipes.suggestions import (
 )
 
 HELD_OUT = 100  # conversations, at most, and at most one in twenty
-SHORT_RUN = "in runs of about 200 steps, 3 to 5 times as much"
 SERVER = "http://localhost:8000/v1"  # where vLLM and SGLang listen by default
 
 
@@ -141,6 +141,10 @@ def render_recipe(
         size = suggest_draft_vocab(sizes.vocab_size)
         drafter += f"  draft_vocab: {quote(size)}  # the most frequent of {sizes.vocab_size:,}; null for all\n"
     code = "  trust_remote_code: true\n" if args.trust_remote_code else ""
+    short_run = f"in runs of about 200 steps, 3 to {SHORT_FACTOR} times as much"
+    too_few = ""
+    if held_out < 30:
+        too_few = "  # few, so intervals will be wide: eval.prompts names a file with more"
     body = f"""\
 target:
   path: {quote(args.model)}
@@ -161,11 +165,11 @@ drafter:
   out: {folder}/{kind}
   epochs: {suggest_epochs(tokens)}
   batch_size: {suggest_batch(conversations)}
-  lr: {rate}  # {published} at a width of {PUBLISHED_WIDTH:,}, here {width:,}; {SHORT_RUN}
+  lr: {rate}  # {published} at a width of {PUBLISHED_WIDTH:,}, here {width:,}; {short_run}
   schedule: cosine
   warmup: 0.03
 eval:
-  count: {min(held_out, 40)}
+  count: {min(held_out, 40)}{too_few}
   max_new_tokens: 256
   temperatures: [0.0, 1.0]  # greedy, and sampled
 """

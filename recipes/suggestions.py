@@ -29,6 +29,9 @@ MAX_DRAFT_VOCAB = 32_000
 # smaller vocabularies cost a draft level little
 MIN_VOCAB = 16_384
 FACTOR = 3  # from the suggested rate, beyond which `--check` warns
+# steps of a run that is so short that it trains best at several times the rate; measured at about 200
+SHORT_RUN = 600
+SHORT_FACTOR = 5
 
 
 def suggest_rate(kind: str, width: int) -> float:
@@ -54,14 +57,21 @@ def suggest_epochs(tokens: int) -> int:
     return 10 if tokens < 100_000_000 else 4
 
 
-def find_unusual(recipe: Recipe, sizes: Sizes) -> Iterator[str]:
-    """Yield a sentence for each setting that is far from what is suggested for a target of these sizes."""
+def find_unusual(recipe: Recipe, sizes: Sizes, steps: int) -> Iterator[str]:
+    """Yield a sentence for each setting that is far from what is suggested.
+
+    Args:
+        recipe: the settings.
+        sizes: of the target.
+        steps: the training steps of the run; a short run may take a higher rate.
+    """
     # a head that goes on from another takes a lower rate
     kind = recipe.drafter.kind
     rate = recipe.train.lr
     if kind in PUBLISHED_RATES and recipe.train.init is None:
         suggested = suggest_rate(kind, sizes.hidden_size)
-        if not suggested / FACTOR <= rate <= suggested * FACTOR:
+        factor = FACTOR if steps > SHORT_RUN else SHORT_FACTOR
+        if not suggested / FACTOR <= rate <= suggested * factor:
             yield (
                 f"train.lr is {rate:g}; {kind} for a width of {sizes.hidden_size:,} usually trains best near "
                 f"{suggested:g}, see docs/recipes.md"

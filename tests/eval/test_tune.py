@@ -375,7 +375,7 @@ def test_the_search_forecasts_and_counts_its_shapes(target: Target, loops: list[
     assert tried is not None
     assert int(left[0]) + int(tried[0]) == len(shapes)
     assert notes[0].startswith(f"{left[0]} of {len(shapes)} shapes are not tried")
-    assert re.search(r"are tried: about [0-9]:[0-9]{2}:[0-9]{2}; --trees", notes[1])
+    assert re.search(r"are tried: at most about [0-9]:[0-9]{2}:[0-9]{2}; --trees", notes[1])
 
 
 def test_rounds_of_the_search_halve_the_candidates() -> None:

@@ -142,7 +142,7 @@ def test_published_rates_agree_with_the_rule(path: Path) -> None:
     recipe = Recipe.load(path)
     if recipe.train.init is not None:
         return
-    assert not list(find_unusual(recipe, read_sizes(SIZES[recipe.target.path])))
+    assert not list(find_unusual(recipe, read_sizes(SIZES[recipe.target.path]), 10_000))
 
 
 def test_what_is_far_from_the_rule_is_said(tmp_path: Path) -> None:
@@ -156,9 +156,13 @@ def test_what_is_far_from_the_rule_is_said(tmp_path: Path) -> None:
         ({"drafter.draft_vocab": 100_000}, "draft_vocab"),
     ):
         overrides = [f"{key}={value}" for key, value in fault.items()]
-        (line,) = find_unusual(Recipe.load(path, overrides), sizes)
+        (line,) = find_unusual(Recipe.load(path, overrides), sizes, 10_000)
         assert keyword in line
     assert values["train"]["lr"] == "5e-5"
+    # a short run takes up to five times the rate
+    recipe = Recipe.load(path, ["train.lr=2e-4"])
+    assert list(find_unusual(recipe, sizes, 10_000))
+    assert not list(find_unusual(recipe, sizes, 300))
 
 
 def test_the_rule_in_figures() -> None:

@@ -73,7 +73,7 @@ def test_recipes_for_small_targets_follow_the_rule(folder: str) -> None:
         sizes = read_sizes(known[recipe.target.path])
         rate = suggest_rate(recipe.drafter.kind, sizes.hidden_size)
         assert recipe.train.lr == rate, path.name
-        assert list(find_unusual(recipe, sizes)) == []
+        assert list(find_unusual(recipe, sizes, 10_000)) == []
 
 
 @pytest.mark.parametrize("name", RECIPES)
