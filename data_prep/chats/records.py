@@ -9,6 +9,7 @@ from typing import Any
 
 from data_prep.chats.images import Source, pick_images, take_images
 from data_prep.chats.marks import (
+    BROKEN,
     CUT_OFF,
     is_broken,
     is_truncated,
@@ -176,6 +177,8 @@ def _mark_answer(
     if truncated and message.get("weight") == 1:
         notes.add("a truncated answer is learned without an end mark")
         message[CUT_OFF] = finish
+        # the limit may cut through a character, whose first bytes are decoded as this mark
+        message["content"] = message["content"].rstrip(BROKEN)
     elif truncated:
         notes.add(TRUNCATED_NOTE)
         message["weight"] = 0

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from eagle.core.budget import Budget
 from eagle.core.drafter import ColumnBytes, Committed, Drafter, DraftState, Noise, Reads
@@ -42,6 +43,7 @@ class FirstOf(Drafter):
             choices=max(drafter.reads.choices for drafter in drafters),
             view=any(drafter.reads.view for drafter in drafters),
             texts=any(drafter.reads.texts for drafter in drafters),
+            states=any(drafter.reads.states for drafter in drafters),
             followers=max(drafter.reads.followers for drafter in drafters),
         )
         self.rates_nodes = any(drafter.rates_nodes for drafter in drafters)
@@ -133,17 +135,24 @@ class SeveralState:
 
 
 def _restrict(update: Committed, tap_indices: list[int], reads: Reads) -> Committed:
-    """Return an update with these of its taps, and with as many choices and followers as one drafter reads."""
-    features = None
-    if tap_indices and update.features is not None:
-        features = update.features.index_select(
-            1, upload(torch.tensor(tap_indices), update.features.device)
-        )
+    """Return an update with what one drafter reads: its taps, and as many choices and followers as it asks for."""
+    features = _select_taps(update.features, tap_indices)
+    states = _select_taps(update.states, tap_indices) if reads.states else None
+    choices = None
+    if update.choices is not None and reads.choices:
+        choices = update.choices[:, : reads.choices]
     followers = update.followers if reads.followers else None
     if followers is not None:
         followers = followers._replace(likeliest=followers.likeliest[:, : reads.followers])
-    # the tree only says to which nodes the choices belong
-    if update.choices is None or not reads.choices:
-        return replace(update, features=features, tree=None, choices=None, followers=followers)
-    choices = update.choices[:, : reads.choices]
-    return replace(update, features=features, choices=choices, followers=followers)
+    # the tree only says to which nodes the choices and states belong
+    tree = update.tree if choices is not None or states is not None else None
+    return replace(
+        update, features=features, tree=tree, choices=choices, states=states, followers=followers
+    )
+
+
+def _select_taps(features: Tensor | None, tap_indices: list[int]) -> Tensor | None:
+    """Return the states [T, L, D] of some of the taps [L]; None without any."""
+    if features is None or not tap_indices:
+        return None
+    return features.index_select(1, upload(torch.tensor(tap_indices), features.device))

@@ -12,7 +12,7 @@ from eagle import Budget, Sampling, Target, generate
 from eagle.conformance.drafting import check_law
 from eagle.conformance.own_answers import make_letters, reference
 from eagle.conformance.trial import make_head
-from eagle.core.drafter import Committed, Drafter, Noise
+from eagle.core.drafter import Committed, Drafter, Noise, Reads
 from eagle.core.tree import PUBLISHED_TREE, DraftTree
 from eagle.decoding.goodput import Goodput
 from eagle.drafters.lookup.ngram import NgramDrafter
@@ -89,6 +89,34 @@ def test_the_output_is_the_untouched_models(sampling: Sampling) -> None:
             assert read == whole[: len(read)]
             assert drafter.updates[-1].root == whole[len(read)]
     assert not never_asked.updates
+
+
+class ReadsStates(Recorded):
+    """A head that also reads the target's states after each node of the last tree."""
+
+    def __init__(self, drafter: Any) -> None:
+        super().__init__(drafter)
+        self.reads = Reads(states=True)
+
+
+def test_a_drafter_of_a_list_gets_the_states_it_reads() -> None:
+    """Asked second, it gets those of its own taps, as it does alone."""
+    target = Target(build("llama"))
+    prompt = random_tokens(20, seed=1)
+    alone = ReadsStates(head_of("eagle1", target))
+    second = ReadsStates(head_of("eagle1", target))
+    # never drafts, but moves the taps of the second one within those of the list
+    silent = Recorded(NgramDrafter(shortest=30, longest=30))
+    silent.taps = (1,)
+    for drafter in (alone, FirstOf([silent, second])):
+        generate(target, drafter, prompt, max_new_tokens=12, stop=[])
+    assert len(second.updates) == len(alone.updates) > 1
+    for got, expected in zip(second.updates[1:], alone.updates[1:], strict=True):
+        assert got.states is not None and expected.states is not None
+        assert got.states.shape == expected.states.shape
+        assert torch.equal(got.states, expected.states)
+        assert got.tree is not None
+    assert all(update.states is None for update in silent.updates)
 
 
 class EverySecond(PlantedTrees):

@@ -118,6 +118,9 @@ def test_a_truncated_answer_with_a_weight_has_no_end() -> None:
     conversation, notes = conversation_of({"messages": [QUESTION, truncated]}, "x:1")
     assert conversation.messages[1] == truncated
     assert notes == {NO_END}
+    # a limit of tokens that cut through a character: its first bytes are no text to learn
+    torn = {**truncated, "content": truncated["content"] + "\ufffd\ufffd"}
+    assert conversation_of({"messages": [QUESTION, torn]}, "x:1")[0].messages[1] == truncated
     beside = {"sampling": {"seed": 0}, "finish_reasons": ["stop", "length"]}
     messages = [QUESTION, ANSWER, QUESTION, ANSWER]
     # they were kept on purpose, as the sampling beside them shows
