@@ -204,7 +204,7 @@ class EmptyRun:
 
     def __init__(self, head: TrainableDrafter, config: Any, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self.frozen = empty_target_head(config, dtype)
+        self.target_head = empty_target_head(config, dtype)
         self.head = type(head)(head.settings, head.shape).train()
         for copied, weight in zip(self.head.parameters(), head.parameters(), strict=True):
             copied.requires_grad_(weight.requires_grad)
@@ -216,7 +216,9 @@ class EmptyRun:
         num_tokens = sum(lengths)
         taps = tuple(dict.fromkeys((*self.head.taps, *self.head.teacher_taps)))
         tokens = torch.zeros(num_tokens, dtype=torch.long)
-        features = torch.zeros(num_tokens, len(taps), self.frozen.weight.shape[1], dtype=self.dtype)
+        features = torch.zeros(
+            num_tokens, len(taps), self.target_head.weight.shape[1], dtype=self.dtype
+        )
         masks = []
         # Masks decide shapes, so that they need real values.
         with unset_fake_temporarily():
@@ -241,14 +243,14 @@ class EmptyRun:
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         """Return the losses of a batch, computed in the precision of the run."""
         with self._autocast():
-            return self.head(batch, self.frozen)
+            return self.head(batch, self.target_head)
 
     @torch.no_grad()
     def validate(self, lengths: Sequence[int], supervised: float, trees: dict[str, Paths]) -> None:
         """Validate on held-out sequences between two steps."""
         batch = self.batch(lengths, supervised)
         with self._autocast():
-            self.head.validate(batch, self.frozen, trees)
+            self.head.validate(batch, self.target_head, trees)
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast("cpu", torch.bfloat16, enabled=self.dtype == torch.bfloat16)

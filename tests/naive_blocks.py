@@ -20,7 +20,7 @@ from tests.naive_layers import Weights, attend, finish_block, project_heads, rms
 
 
 def block_states(
-    head: Any, weights: Weights, features: Tensor, root: Tensor, frozen: TargetHead
+    head: Any, weights: Weights, features: Tensor, root: Tensor, target_head: TargetHead
 ) -> Tensor:
     """Return [B, H], the normed states of a block after the features [T, L, H] of the text before its root.
 
@@ -29,7 +29,7 @@ def block_states(
         weights: the head's weights by name.
         features: the text's taps up to the token before the root.
         root: the first token of the block.
-        frozen: the target's embedding and LM head.
+        target_head: the target's embedding and LM head.
     """
     settings = head.settings
     eps = head.shape.rms_norm_eps
@@ -37,7 +37,7 @@ def block_states(
     fused = F.linear(features.flatten(1), weights["fc.weight"])
     context = rms(fused, weights["hidden_norm.weight"], eps)
     masks = [settings.mask_token] * (settings.slots - 1)
-    x = frozen.embed(torch.tensor([int(root), *masks]))
+    x = target_head.embed(torch.tensor([int(root), *masks]))
     positions = range(length + settings.slots)
     for index in range(settings.blocks):
         layer = f"layers.{index}."
@@ -80,10 +80,10 @@ def seen_keys(settings: Any, block: int, length: int) -> Tensor:
 
 
 def level_states(
-    head: Any, weights: Weights, features: Tensor, root: Tensor, frozen: TargetHead
+    head: Any, weights: Weights, features: Tensor, root: Tensor, target_head: TargetHead
 ) -> Tensor:
     """Return [K, H], the states that name the tokens after the root, the next one first."""
-    states = block_states(head, weights, features, root, frozen=frozen)
+    states = block_states(head, weights, features, root, target_head=target_head)
     return states if head.settings.sample_from_anchor else states[1:]
 
 
@@ -118,7 +118,7 @@ def draft_tokens(head: Any) -> list[int]:
 
 
 def naive_loss(
-    head: Any, weights: Weights, anchors: Iterable[Anchor], frozen: TargetHead
+    head: Any, weights: Weights, anchors: Iterable[Anchor], target_head: TargetHead
 ) -> Tensor:
     """Return the loss of all levels of all blocks, each with its weight; the last tap is the teacher's.
 
@@ -126,7 +126,7 @@ def naive_loss(
         head: the head, for its settings and sizes.
         weights: the head's weights by name.
         anchors: the roots that count, as `anchors_of` yields them.
-        frozen: the target's embedding and LM head.
+        target_head: the target's embedding and LM head.
     """
     settings = head.settings
     terms: list[Term] = []
@@ -135,11 +135,13 @@ def naive_loss(
         assert text.features is not None
         read = text.features[:root, : len(settings.taps)]
         # the text before the root is known, and the levels up to the first gap count
-        states = level_states(head, weights, read, text.tokens[root], frozen=frozen)[:reached]
+        states = level_states(head, weights, read, text.tokens[root], target_head=target_head)[
+            :reached
+        ]
         # a head with a draft vocabulary knows its tokens alone, and the target's law is cut to them
         drafts = draft_tokens(head)
-        q = frozen.logits(states)[:, drafts].softmax(-1)
-        p = frozen.logits(text.features[root : root + reached, -1])[:, drafts].softmax(-1)
+        q = target_head.logits(states)[:, drafts].softmax(-1)
+        p = target_head.logits(text.features[root : root + reached, -1])[:, drafts].softmax(-1)
         tokens = text.tokens[root + 1 : root + 1 + reached].tolist()
         inside = torch.tensor([token in drafts for token in tokens])
         tokens = [drafts.index(token) if token in drafts else 0 for token in tokens]

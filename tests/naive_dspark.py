@@ -17,7 +17,7 @@ from tests.naive_blocks import draft_tokens, level_states
 from tests.naive_divisors import Term, divide_terms
 
 
-def biases(head: Any, states: Tensor, before: list[int], frozen: TargetHead) -> Tensor:
+def biases(head: Any, states: Tensor, before: list[int], target_head: TargetHead) -> Tensor:
     """Return [K, V], what each level adds to its logits; `before` holds the token before each level."""
     kind = head.settings.markov
     tokens = torch.tensor(before)
@@ -25,7 +25,7 @@ def biases(head: Any, states: Tensor, before: list[int], frozen: TargetHead) -> 
         return torch.zeros(())
     if kind == "domino":
         # Domino: a GRU over the tokens before each level
-        read, _ = head.prefix_gru(frozen.embedding(tokens)[None])
+        read, _ = head.prefix_gru(target_head.embedding(tokens)[None])
         bias = head.embed_proj(torch.cat([states, read[0]], dim=-1))
         unbiased = head.settings.unbiased
         return torch.cat([torch.zeros_like(bias[:unbiased]), bias[unbiased:]])
@@ -99,7 +99,7 @@ def split_texts(head: Any, batch: Batch) -> Iterator[tuple[Tensor, ...]]:
     yield from zip(*(column.split(batch.lengths) for column in columns), strict=True)
 
 
-def naive_loss(head: Any, batch: Batch, frozen: TargetHead) -> Tensor:
+def naive_loss(head: Any, batch: Batch, target_head: TargetHead) -> Tensor:
     """Return the loss of the blocks before every supervised token."""
     settings = head.settings
     weights = dict(head.named_parameters())
@@ -114,12 +114,12 @@ def naive_loss(head: Any, batch: Batch, frozen: TargetHead) -> Tensor:
                 continue
             anchors += 1
             states = level_states(
-                head, weights, taps[: first - 1], tokens[first - 1], frozen=frozen
+                head, weights, taps[: first - 1], tokens[first - 1], target_head=target_head
             )
             # a text's end is filled up with any token, as no level there counts
             before = [*tokens.tolist(), *[0] * len(states)][first - 1 : first - 1 + len(states)]
-            plain = frozen.logits(states)[:, drafts]
-            bias = biases(head, states, before, frozen).expand_as(plain)
+            plain = target_head.logits(states)[:, drafts]
+            bias = biases(head, states, before, target_head).expand_as(plain)
             for level in range(len(states)):
                 position = first + level
                 if position >= len(tokens) or not mask[position]:
@@ -129,7 +129,7 @@ def naive_loss(head: Any, batch: Batch, frozen: TargetHead) -> Tensor:
                     states[level],
                     plain[level],
                     bias[level],
-                    p=frozen.logits(teacher[position - 1])[drafts].softmax(-1),
+                    p=target_head.logits(teacher[position - 1])[drafts].softmax(-1),
                     tokens=[before[level], row_of.get(int(tokens[position]), -1)],
                     late=batch.progress,
                 )

@@ -80,7 +80,7 @@ def level_logits(weights: Weights, level: int, hidden: Tensor) -> Tensor:
 
 
 def hydra_loss(
-    weights: Weights, settings: Any, shape: Any, texts: Sequence[Example], frozen: TargetHead
+    weights: Weights, settings: Any, shape: Any, texts: Sequence[Example], target_head: TargetHead
 ) -> Tensor:
     """Return the sum over the levels that each anchor reaches, divided by the number of anchors.
 
@@ -89,7 +89,7 @@ def hydra_loss(
         settings: the head's.
         shape: the head's sizes.
         texts: the batch.
-        frozen: the target's embedding and LM head.
+        target_head: the target's embedding and LM head.
     """
     total = torch.zeros((), dtype=torch.float64)
     count = 0
@@ -97,7 +97,7 @@ def hydra_loss(
         anchors = anchors_of(text.loss_mask, torch.ones_like(text.loss_mask), settings.levels)
         count += len(anchors)
         states = text.features[:, -1]
-        embedded = frozen.embed(text.tokens)
+        embedded = target_head.embed(text.tokens)
         prefix = prefix_states(weights, shape, states)
         for anchor, levels in anchors.items():
             for level in range(levels):
@@ -110,6 +110,6 @@ def hydra_loss(
                 if settings.loss == "tokens":
                     total = total - log_probs[text.tokens[position]]
                 else:
-                    total = total - (frozen.logits(teacher).softmax(-1) * log_probs).sum()
+                    total = total - (target_head.logits(teacher).softmax(-1) * log_probs).sum()
                 total = total + settings.regression * smooth_l1(hidden, teacher)
     return total / count

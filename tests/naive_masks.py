@@ -36,7 +36,7 @@ def anchor_logits(
     settings: Any,
     shape: Any,
     text: tuple[Tensor, Tensor],
-    frozen: TargetHead,
+    target_head: TargetHead,
     anchor: int,
     masks: int,
 ) -> Tensor:
@@ -47,7 +47,7 @@ def anchor_logits(
         settings: the head's.
         shape: the head's sizes.
         text: its tokens [T] and its taps [T, L, H].
-        frozen: the target's embedding and LM head.
+        target_head: the target's embedding and LM head.
         anchor: the last position that is known.
         masks: how many masks follow it.
     """
@@ -61,7 +61,7 @@ def anchor_logits(
     mask_taps = weights["mask_hidden"].view(taps.shape[1:])
     states = [*taps[: anchor + 1], *[mask_taps] * masks]
     hidden = torch.stack([fused(weights, settings, shape, state) for state in states])
-    embedded = frozen.embed(read).to(hidden.dtype)
+    embedded = target_head.embed(read).to(hidden.dtype)
     normed = norm(hidden, "layers.0.hidden_norm")
     both = torch.cat([norm(embedded, "layers.0.input_layernorm"), normed], dim=1)
     residual = normed if settings.norm_before_residual else hidden
@@ -78,7 +78,7 @@ def loss(
     settings: Any,
     shape: Any,
     texts: Sequence[Example],
-    frozen: TargetHead,
+    target_head: TargetHead,
     counts: Sequence[Tensor],
 ) -> Tensor:
     """Return the loss of the supervised positions and of their masks, whose number `counts` has for each position.
@@ -90,21 +90,21 @@ def loss(
         settings: the head's.
         shape: the head's sizes.
         texts: the batch.
-        frozen: the target's embedding and LM head.
+        target_head: the target's embedding and LM head.
         counts: for each text how many masks each position has.
     """
-    ids = sayable_ids(weights, frozen.weight.shape[0])
+    ids = sayable_ids(weights, target_head.weight.shape[0])
     terms: list[Term] = []
     for index, text in enumerate(texts):
         known = (text.tokens, text.features[:, :-1])
         for anchor in text.loss_mask[2:].nonzero()[:, 0].tolist():
             masks = int(counts[index][anchor])
             guesses = anchor_logits(
-                weights, settings, shape, known, frozen=frozen, anchor=anchor, masks=masks
+                weights, settings, shape, known, target_head=target_head, anchor=anchor, masks=masks
             )
             # the anchor itself guesses the next token, each mask one further
             for depth, logits in enumerate(guesses):
-                teacher = frozen.logits(text.features[anchor + 1 + depth, -1])[ids]
+                teacher = target_head.logits(text.features[anchor + 1 + depth, -1])[ids]
                 can_be_drafted = bool(torch.isin(text.tokens[anchor + 2 + depth], ids))
                 term = law_loss(settings.loss, teacher, logits) * can_be_drafted
                 terms.append((index, depth, 1, term))

@@ -186,7 +186,7 @@ def eagle3_states(
     settings: Any,
     shape: Any,
     text: Text,
-    frozen: TargetHead,
+    target_head: TargetHead,
     anchors: Mapping[int, int],
 ) -> dict:
     """Return {(anchor, step): what the LM head reads [H]} of one text: its tokens, and the taps [.., 3, H] so far.
@@ -196,13 +196,13 @@ def eagle3_states(
         settings: the head's.
         shape: the head's sizes.
         text: its tokens [T] and the taps [.., 3, H] of those that are known.
-        frozen: the target's embedding and LM head.
+        target_head: the target's embedding and LM head.
         anchors: how many steps count at each position.
     """
     tokens, taps = text
     first = [fused(weights, settings, shape, row) for row in taps]
     network = eagle3_network(weights, settings, shape)
-    outputs = unrolled(network, frozen.embed(tokens), first, anchors)
+    outputs = unrolled(network, target_head.embed(tokens), first, anchors)
     gain = weights["norm.weight"]
     return {at: rms(output, gain, shape.rms_norm_eps) for at, output in outputs.items()}
 
@@ -214,7 +214,7 @@ def eagle3_logits(weights: Weights, *args: Any, **kwargs: Any) -> dict:
 
 
 def eagle3_loss(
-    weights: Weights, settings: Any, shape: Any, texts: Sequence[Example], frozen: TargetHead
+    weights: Weights, settings: Any, shape: Any, texts: Sequence[Example], target_head: TargetHead
 ) -> Tensor:
     """Return the sum over steps of decay^step times the loss there, divided by the number of anchors.
 
@@ -225,23 +225,25 @@ def eagle3_loss(
         settings: the head's.
         shape: the head's sizes.
         texts: the batch.
-        frozen: the target's embedding and LM head.
+        target_head: the target's embedding and LM head.
     """
     total = torch.zeros(())
     count = 0
-    ids = sayable_ids(weights, frozen.weight.shape[0])
+    ids = sayable_ids(weights, target_head.weight.shape[0])
     for text in texts:
         anchors = anchors_of(text.loss_mask, torch.isin(text.tokens, ids), settings.steps)
         if not anchors:
             continue
         count += len(anchors)
         known = (text.tokens, text.features[:-2, :3])
-        states = eagle3_states(weights, settings, shape, known, frozen=frozen, anchors=anchors)
+        states = eagle3_states(
+            weights, settings, shape, known, target_head=target_head, anchors=anchors
+        )
         # the head's state at anchor i and step s names token i + 2 + s, as the target's at i + 1 + s does
         for (anchor, step), state in states.items():
             teacher = text.features[anchor + 1 + step, -1]
             logits = weights["lm_head.weight"] @ state
-            loss = law_loss(settings.loss, frozen.logits(teacher)[ids], logits)
+            loss = law_loss(settings.loss, target_head.logits(teacher)[ids], logits)
             loss = loss + settings.regression * smooth_l1(state, teacher)
             total = total + settings.decay**step * loss
     return total / count
@@ -266,7 +268,7 @@ def hass_outputs(
     settings: Any,
     shape: Any,
     text: Text,
-    frozen: TargetHead,
+    target_head: TargetHead,
     anchors: Mapping[int, int],
 ) -> dict:
     """Return {(anchor, step): predicted state [H]} of one text: its tokens, and the known states [.., H].
@@ -276,22 +278,24 @@ def hass_outputs(
         settings: the head's.
         shape: the head's sizes.
         text: its tokens [T] and the states [.., H] of those that are known.
-        frozen: the target's embedding and LM head.
+        target_head: the target's embedding and LM head.
         anchors: how many steps count at each position.
     """
     tokens, states = text
     network = hass_network(weights, settings, shape)
-    return unrolled(network, frozen.embed(tokens), list(states), anchors)
+    return unrolled(network, target_head.embed(tokens), list(states), anchors)
 
 
 def hass_logits(
-    weights: Weights, settings: Any, shape: Any, text: Text, frozen: TargetHead, anchors: Any
+    weights: Weights, settings: Any, shape: Any, text: Text, target_head: TargetHead, anchors: Any
 ) -> dict:
     """Return {(anchor, step): logits [V]}, as `eagle3_logits`."""
     tokens, taps = text
     known = (tokens, taps[:, 0])
-    outputs = hass_outputs(weights, settings, shape, known, frozen=frozen, anchors=anchors)
-    return {at: frozen.logits(output) for at, output in outputs.items()}
+    outputs = hass_outputs(
+        weights, settings, shape, known, target_head=target_head, anchors=anchors
+    )
+    return {at: target_head.logits(output) for at, output in outputs.items()}
 
 
 def hass_loss(
@@ -299,7 +303,7 @@ def hass_loss(
     settings: Any,
     shape: Any,
     texts: Sequence[Example],
-    frozen: TargetHead,
+    target_head: TargetHead,
     noise: Sequence[Tensor] | None = None,
 ) -> Tensor:
     """Return regression, cross-entropy and the likeliest tokens' share of it at every step, divided by the anchors.
@@ -311,7 +315,7 @@ def hass_loss(
         settings: the head's.
         shape: the head's sizes.
         texts: the batch.
-        frozen: the target's embedding and LM head.
+        target_head: the target's embedding and LM head.
         noise: what is added to each text's states; none without it.
     """
     total = torch.zeros(())
@@ -324,17 +328,19 @@ def hass_loss(
         count += len(anchors)
         read = states[:-2] if noise is None else states[:-2] + noise[index]
         known = (text.tokens, read)
-        outputs = hass_outputs(weights, settings, shape, known, frozen=frozen, anchors=anchors)
+        outputs = hass_outputs(
+            weights, settings, shape, known, target_head=target_head, anchors=anchors
+        )
         # a predicted state stands for the target's at the next position
         for (anchor, step), output in outputs.items():
-            total = total + hass_loss_at(settings, output, states[anchor + 1 + step], frozen)
+            total = total + hass_loss_at(settings, output, states[anchor + 1 + step], target_head)
     return total / count
 
 
-def hass_loss_at(settings: Any, output: Tensor, state: Tensor, frozen: TargetHead) -> Tensor:
+def hass_loss_at(settings: Any, output: Tensor, state: Tensor, target_head: TargetHead) -> Tensor:
     """Return the weighted loss of one predicted state against the target's."""
-    probs = frozen.logits(state).softmax(-1)
-    log_probs = frozen.logits(output).log_softmax(-1)
+    probs = target_head.logits(state).softmax(-1)
+    log_probs = target_head.logits(output).log_softmax(-1)
     # the top-k share of the cross-entropy, as HASS adds it
     best = probs.sort(descending=True).indices[: settings.top_k]
     entropy = -(probs * log_probs).sum()

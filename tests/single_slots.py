@@ -43,7 +43,7 @@ def new_head(shape: LlamaConfig = SHAPE, **settings: Any) -> Any:
 
 
 def loop_over_slots(
-    levels: Levels, weights: Weights, settings: Any, texts: list[Example], frozen: TargetHead
+    levels: Levels, weights: Weights, settings: Any, texts: list[Example], target_head: TargetHead
 ) -> Tensor:
     """Return the loss by definition: of each position, all levels up to the first gap in what is supervised.
 
@@ -52,7 +52,7 @@ def loop_over_slots(
         weights: the head's weights by name.
         settings: the head's.
         texts: the batch.
-        frozen: the target's embedding and LM head.
+        target_head: the target's embedding and LM head.
     """
     total = torch.zeros((), dtype=FP64)
     count = 0
@@ -73,7 +73,7 @@ def loop_over_slots(
                 if settings.loss == "tokens":
                     total -= log_probs[tokens[position]]
                 else:
-                    probs = frozen.logits(states[position - 1]).softmax(-1)
+                    probs = target_head.logits(states[position - 1]).softmax(-1)
                     total -= (probs * log_probs).sum()
     return total / count
 
@@ -81,10 +81,10 @@ def loop_over_slots(
 def distance_from_loop(levels: Levels, head: Any) -> float:
     """Return how far loss and gradients of training are from the loop's, in fp64."""
     texts = texts_of(SPANS, FP64)
-    frozen = frozen_head(FP64)
+    target_head = frozen_head(FP64)
 
     def loop(weights: Weights) -> Tensor:
-        every = {**weights, "frozen": frozen.weight}
-        return loop_over_slots(levels, every, head.settings, texts, frozen=frozen)
+        every = {**weights, "frozen": target_head.weight}
+        return loop_over_slots(levels, every, head.settings, texts, target_head=target_head)
 
-    return apart(head, computed(head, collate(texts, TAPS), frozen), gradients_of(head, loop))
+    return apart(head, computed(head, collate(texts, TAPS), target_head), gradients_of(head, loop))

@@ -82,7 +82,7 @@ Weights = dict[str, Tensor]
 
 
 def causal_states(
-    head: Any, tokens: Tensor, hidden: Tensor, start: int, frozen: TargetHead
+    head: Any, tokens: Tensor, hidden: Tensor, start: int, target_head: TargetHead
 ) -> Tensor:
     """Return [B, T, H], the states of one causal pass without a cache over slots that begin at position `start`.
 
@@ -91,7 +91,7 @@ def causal_states(
         tokens: [B, T].
         hidden: [B, T, H], what the slots read beside the tokens.
         start: the position of the first slot.
-        frozen: the target's embedding and LM head.
+        target_head: the target's embedding and LM head.
     """
     positions = torch.arange(tokens.shape[1])[None]
     tables = rotary_tables(head.rotary, hidden, start + positions)
@@ -99,7 +99,7 @@ def causal_states(
     if head.window is not None:
         mask = causal_mask(positions, tokens.shape[1], hidden.dtype, head.window)
     caches = [None] * len(head.layers)
-    states: Tensor = head.read(tokens, hidden, tables, mask, caches, frozen)
+    states: Tensor = head.read(tokens, hidden, tables, mask, caches, target_head)
     return states
 
 
@@ -191,19 +191,19 @@ def gradients_of(head: Any, loss_of: Callable[[Weights], Tensor]) -> Weights:
     return {"total": loss.detach(), **dict(zip(learned, gradients, strict=True))}
 
 
-def rendered(head: Any, texts: list[Example], frozen: TargetHead) -> Weights:
+def rendered(head: Any, texts: list[Example], target_head: TargetHead) -> Weights:
     """Return the total loss and the gradients of all weights by the naive loop."""
     loss = naive_unroll.LOSSES[head.settings.kind]
     settings = head.settings
     return gradients_of(
-        head, lambda weights: loss(weights, settings, head.shape, texts, frozen=frozen)
+        head, lambda weights: loss(weights, settings, head.shape, texts, target_head=target_head)
     )
 
 
-def computed(head: Any, batch: Batch, frozen: TargetHead) -> Weights:
+def computed(head: Any, batch: Batch, target_head: TargetHead) -> Weights:
     """Return the total loss and the gradients of all weights as training computes them."""
     head.zero_grad()
-    loss = head(batch, frozen)["total"]
+    loss = head(batch, target_head)["total"]
     loss.backward()
     learned = {
         name: weight.grad for name, weight in head.named_parameters() if weight.requires_grad
@@ -224,5 +224,7 @@ def apart(head: Any, own: Weights, true: Weights) -> float:
 def difference(head: Any, spans: dict[int, list[tuple[int, int]]], dtype: torch.dtype) -> float:
     """Return how far training's loss and gradients are from the loop's."""
     texts = texts_of(spans, dtype)
-    frozen = frozen_head(dtype)
-    return apart(head, computed(head, collate(texts, TAPS), frozen), rendered(head, texts, frozen))
+    target_head = frozen_head(dtype)
+    return apart(
+        head, computed(head, collate(texts, TAPS), target_head), rendered(head, texts, target_head)
+    )

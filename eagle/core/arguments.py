@@ -57,8 +57,8 @@ def check_call(target: Any, drafter: Any, sampling: Any, budget: Any) -> None:
     _check_rule(sampling, budget, drafter)
     if drafter.taps:
         target.check_taps(drafter.taps)
-    # `frozen` holds the target's head that the drafter was bound to, or nothing
-    for head in drafter.frozen[:1]:
+    # `bound_to` holds the target's head that the drafter was bound to, or nothing
+    for head in drafter.bound_to:
         # compare the embeddings: the LM head may be narrowed to a draft vocabulary, the embedding never is
         bound = head.embedding.get_parameter("weight").shape
         expected = target.head.embedding.get_parameter("weight").shape

@@ -314,7 +314,19 @@ class Drafter:
     rates_nodes = False
     # whether it learns from all sequences, so that the drafts of one depend on those before and beside it
     remembers = False
-    frozen: tuple[TargetHead, ...] = ()  # the target's head, once it is bound to one
+    bound_to: tuple[TargetHead, ...] = ()  # the target's head, once it is bound to one
+
+    @property
+    def target_head(self) -> TargetHead:
+        """The target's embedding and LM head, which the drafter was bound to."""
+        if not self.bound_to:
+            raise RuntimeError(f"{type(self).__name__} has no target: call bind(target.head) first")
+        return self.bound_to[0]
+
+    @property
+    def frozen(self) -> tuple[TargetHead, ...]:
+        """The older name of `bound_to`, for methods written with it."""
+        return self.bound_to
 
     def begin(self, noise: Noise | None = None) -> DraftText:
         """Return the state for one new sequence; by default `open` makes a state for several, of which this is one row.
@@ -442,7 +454,7 @@ class TrainableDrafter(nn.Module, Drafter):
     # the taps that the loss reads of the target, beside those that the head reads itself
     teacher_taps: tuple[int, ...] = (-1,)
     stored_as = "head"
-    # whether the divisor of the loss is known only after `forward(batch, frozen, count=True)`, which returns it as
+    # whether the divisor of the loss is known only after `forward(batch, target_head, count=True)`, which returns it as
     # "divisor"
     counts_by_forward = False
     # [D], the token ids of the draft vocabulary, to which its logits belong; None for the whole vocabulary
@@ -494,7 +506,7 @@ class TrainableDrafter(nn.Module, Drafter):
         cls,
         settings: Any,
         target_config: Any,
-        frozen: TargetHead | None = None,
+        target_head: TargetHead | None = None,
         supervised: Iterable[Tensor] | None = None,
     ) -> TrainableDrafter:
         """Return a new head with the target's sizes.
@@ -502,16 +514,16 @@ class TrainableDrafter(nn.Module, Drafter):
         Args:
             settings: An instance of the class `Settings`.
             target_config: The target's transformers config.
-            frozen: The target's embedding and LM head, from which weights may be copied.
+            target_head: The target's embedding and LM head, from which weights may be copied.
             supervised: The supervised tokens of each training sequence, from which a draft vocabulary may be chosen.
 
         A class that `reads` the target's weights takes one more argument, `weights`: name -> tensor.
         """
         raise NotImplementedError(f"{cls.__name__} cannot be made for a target: write for_target")
 
-    def bind(self, frozen: TargetHead) -> TrainableDrafter:
+    def bind(self, target_head: TargetHead) -> TrainableDrafter:
         """Give the head the target's embedding and LM head, which it needs to draft."""
-        self.frozen = (frozen,)
+        self.bound_to = (target_head,)
         return self.eval()
 
     def compile_parts(self) -> None:
@@ -529,14 +541,14 @@ class TrainableDrafter(nn.Module, Drafter):
         """
         return None
 
-    def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
+    def forward(self, batch: Batch, target_head: TargetHead) -> dict[str, Tensor]:
         """Return loss terms: "total" is minimised, the rest is logged."""
         raise NotImplementedError(
-            f"{type(self).__name__} does not define its loss: write forward(batch, frozen)"
+            f"{type(self).__name__} does not define its loss: write forward(batch, target_head)"
         )
 
     def validate(
-        self, batch: Batch, frozen: TargetHead, trees: dict[str, Paths]
+        self, batch: Batch, target_head: TargetHead, trees: dict[str, Paths]
     ) -> dict[str, Tensor]:
         """Return sums of this batch, from which drafters/parts/validation.py makes the validation figures.
 
@@ -544,15 +556,16 @@ class TrainableDrafter(nn.Module, Drafter):
 
         Args:
             batch: The batch.
-            frozen: The target's embedding and LM head.
+            target_head: The target's embedding and LM head.
             trees: Tree shapes by name, of which the expected acceptance is estimated.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} cannot be validated: write validate(batch, frozen, trees), see parts/validation.py"
+            f"{type(self).__name__} cannot be validated: write validate(batch, target_head, trees), see "
+            "parts/validation.py"
         )
 
     def draft_levels(
-        self, batch: Batch, frozen: TargetHead, levels: int
+        self, batch: Batch, target_head: TargetHead, levels: int
     ) -> Iterable[tuple[Tensor, Any]]:
         """Yield for each draft level the states [S, ..] at all supervised slots, and the LM head that reads them.
 

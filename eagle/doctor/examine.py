@@ -165,7 +165,7 @@ def open_head(folder: str | Path, target_path: str) -> tuple[Any, Diagnosis | No
     if type(head).draft_levels is TrainableDrafter.draft_levels:
         raise ValueError(
             f"{folder} is a {kind}, which has no draft_levels, expected a head whose levels can be seen: "
-            "write draft_levels(batch, frozen, levels), as eagle/drafters/recurrent/unroll.py does"
+            "write draft_levels(batch, target_head, levels), as eagle/drafters/recurrent/unroll.py does"
         )
     # engines compute in the dtype of the matrices, so the head is examined in the commonest one
     tensors = read_tensors(folder_at(folder)).stored.values()

@@ -90,7 +90,7 @@ class DraftModel(TrainableDrafter):
         cls,
         settings: DraftModelSettings,
         target_config: Any,
-        frozen: TargetHead | None = None,
+        target_head: TargetHead | None = None,
         supervised: Iterable[Tensor] | None = None,
     ) -> DraftModel:
         """Return a model to train: a new one with the target's vocabulary, or the one that `settings.model` names."""
@@ -119,10 +119,10 @@ class DraftModel(TrainableDrafter):
 
     # -- training -----------------------------------------------------------------------------------------------------
 
-    def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
+    def forward(self, batch: Batch, target_head: TargetHead) -> dict[str, Tensor]:
         """Return the distillation loss, or the cross-entropy of the data's tokens: a mean over supervised tokens.
 
-        `frozen` has the target's LM head, whose distribution is the teacher.
+        `target_head` has the target's LM head, whose distribution is the teacher.
         """
         output = self.model.get_output_embeddings()
         if getattr(output, "bias", None) is not None or getattr(self.shape, "logit_scale", None):
@@ -130,7 +130,7 @@ class DraftModel(TrainableDrafter):
                 f"a {self.shape.model_type} cannot be distilled here: its LM head has a bias or a scale"
             )
         # both vocabularies may have unused rows at the end, so the first rows of both are compared
-        head = OwnHead(output.weight[: frozen.weight.shape[0]])
+        head = OwnHead(output.weight[: target_head.weight.shape[0]])
         # [S], the index of the token before each supervised one, whose state predicts it
         before = upload(batch.loss_mask.nonzero()[:, 0] - 1, batch.tokens.device)
         student = self._states(batch).index_select(0, before)
@@ -140,7 +140,7 @@ class DraftModel(TrainableDrafter):
             teacher_head = None
         else:
             teacher = batch.select_taps((-1,))[:, 0].index_select(0, before)
-            teacher_head = frozen.narrow(slice(len(head.weight)))
+            teacher_head = target_head.narrow(slice(len(head.weight)))
         # each supervised token counts alike: the sum is their mean
         weights = torch.full((1, len(before)), 1 / max(len(before), 1), device=student.device)
         total, _ = distillation_loss(
@@ -149,7 +149,7 @@ class DraftModel(TrainableDrafter):
             weights,
             (head, teacher_head),
             objective=Objective(KINDS[divergence]),
-            dtype=frozen.weight.dtype,
+            dtype=target_head.weight.dtype,
         )
         return {"total": total, divergence: total.detach()}
 
@@ -172,11 +172,11 @@ class DraftModel(TrainableDrafter):
 
     @torch.no_grad()
     def validate(
-        self, batch: Batch, frozen: TargetHead, trees: dict[str, Paths]
+        self, batch: Batch, target_head: TargetHead, trees: dict[str, Paths]
     ) -> dict[str, Tensor]:
         """Return validation sums: tokens that each tree would have kept, and agreement with the target's probs."""
         output = self.model.get_output_embeddings()
-        size = frozen.weight.shape[0]
+        size = target_head.weight.shape[0]
 
         # logits over the target's vocabulary: tokens that the model lacks get minus infinity
         def student(state: Tensor) -> Tensor:
@@ -188,16 +188,16 @@ class DraftModel(TrainableDrafter):
         steps = max(max(map(len, paths)) for paths in trees.values())
         # the state of level d is that of d tokens later; an index beyond the end of a sequence has no weight
         level_states = [states[(before + step).clamp(max=len(states) - 1)] for step in range(steps)]
-        return validate_batch(batch, level_states, ([student] * steps, frozen.logits), trees)
+        return validate_batch(batch, level_states, ([student] * steps, target_head.logits), trees)
 
     # -- drafting -----------------------------------------------------------------------------------------------------
 
-    def bind(self, frozen: TargetHead) -> DraftModel:
+    def bind(self, target_head: TargetHead) -> DraftModel:
         """Make the model read draft trees, as a target does; its weights are not trained from here on."""
         model = Target(self.model)
         model.reader.check()
         self.as_target = (model,)
-        self.target_vocab_size = frozen.weight.shape[0]
+        self.target_vocab_size = target_head.weight.shape[0]
         return self.eval()
 
     def open(self) -> ModelState:

@@ -498,15 +498,15 @@ def restrict_drafts(head: TrainableDrafter, draft_vocab: str) -> None:
             "tokens: leave the option out"
         )
     _, t2d = load_draft_vocab(draft_vocab)
-    (frozen,) = head.frozen
-    vocab_size = len(frozen.weight)
+    target_head = head.target_head
+    vocab_size = len(target_head.weight)
     if len(t2d) != vocab_size:
         raise ValueError(
             f"the draft vocabulary {draft_vocab} is of {len(t2d)} tokens, and the target's LM head has {vocab_size}: "
             "make one with this target's recipe by `eagle prepare --only draft-vocab`"
         )
-    tokens = t2d.nonzero()[:, 0].to(frozen.weight.device)
-    head.frozen = (narrow_packed(frozen, tokens),)
+    tokens = t2d.nonzero()[:, 0].to(target_head.weight.device)
+    head.bound_to = (narrow_packed(target_head, tokens),)
     head.drafts = tokens
 
 

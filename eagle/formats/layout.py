@@ -129,11 +129,11 @@ def tensors_of(drafter: TrainableDrafter) -> dict[str, Tensor]:
 
 def embedding_of(drafter: TrainableDrafter, engine: str) -> Tensor:
     """Return the token embeddings [V, H] that the head was trained on, in the dtype of its weights."""
-    if not drafter.frozen:
+    if not drafter.bound_to:
         raise ValueError(
             f"{engine}: a copy of the target's embedding is part of this layout: call bind(target.head) first"
         )
-    target_head = drafter.frozen[0]
+    target_head = drafter.target_head
     weight = target_head.embedding.get_parameter("weight")
     # a lookup and not the weight, since some targets multiply its rows by a factor
     rows = target_head.embed(torch.arange(len(weight), device=weight.device))
@@ -144,11 +144,11 @@ def output_of(
     drafter: TrainableDrafter, engine: str, advice: str = "no exporter has a layout for it"
 ) -> Tensor:
     """Return the target's LM head [V, H], in the dtype of the head's weights; ValueError if no matrix is all of it."""
-    if not drafter.frozen:
+    if not drafter.bound_to:
         raise ValueError(
             f"{engine}: the target's LM head is part of this layout: call bind(target.head) first"
         )
-    target_head = drafter.frozen[0]
+    target_head = drafter.target_head
     # a StockHead runs the target's own code on the states, and no matrix stands for that
     if isinstance(target_head, StockHead):
         raise ValueError(
@@ -163,7 +163,7 @@ def output_of(
 
 def scale_of(drafter: TrainableDrafter) -> float:
     """Return the factor on the target's embedding rows, which engines do not apply when they draft."""
-    return drafter.frozen[0].scale if drafter.frozen else 1.0
+    return drafter.target_head.scale if drafter.bound_to else 1.0
 
 
 def has_attention(drafter: TrainableDrafter) -> bool:

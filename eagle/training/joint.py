@@ -57,14 +57,14 @@ class Joint(nn.Module):
     """A target's model with adapters, and heads. `forward` is their loss; the state dict holds only trained weights."""
 
     def __init__(
-        self, model: Any, head: TrainableDrafter, frozen: TargetHead, settings: JointSection
+        self, model: Any, head: TrainableDrafter, target_head: TargetHead, settings: JointSection
     ) -> None:
         """Add the adapters to the model, in place.
 
         Args:
             model: The target's transformers model.
             head: The heads, which may read tap -1 of the target alone.
-            frozen: The target's embedding and LM head, which are not trained.
+            target_head: The target's embedding and LM head, which are not trained.
             settings: The section `joint` of the recipe.
         """
         super().__init__()
@@ -75,7 +75,7 @@ class Joint(nn.Module):
         self.adapted = add_adapter(model, settings.rank, settings.alpha, settings.dropout)
         self.dropouts = _replace_dropouts(self.adapted)
         self.head = head
-        self.frozen = frozen
+        self.target_head = target_head
         self.settings = settings
         # The model without its LM head. It is in a tuple so that torch does not register it as a submodule: it is one
         # of `adapted` already.
@@ -100,7 +100,7 @@ class Joint(nn.Module):
         if part.seeds:
             counts = [len(example.tokens) for example in examples]
             dropout = TextDropout(
-                self.settings.dropout, part.seeds, counts, self.frozen.weight.device
+                self.settings.dropout, part.seeds, counts, self.target_head.weight.device
             )
         for module in self.dropouts:
             module.texts = dropout
@@ -110,7 +110,7 @@ class Joint(nn.Module):
         # With the step's divisors the heads' loss is this part's share of the step's loss already. A part with share 0
         # only repeats an example, so that every process has a part, and counts nothing.
         share = part.share if part.divisors is None else float(part.share > 0)
-        losses = {name: share * loss for name, loss in self.head(batch, self.frozen).items()}
+        losses = {name: share * loss for name, loss in self.head(batch, self.target_head).items()}
         heads = losses.pop("total")
         return {"total": target + heads_weight * heads, "target": target, "heads": heads, **losses}
 
@@ -120,7 +120,7 @@ class Joint(nn.Module):
         The original target is the same model with its adapters switched off.
         """
         tokens = pad_sequence([example.tokens for example in examples], batch_first=True)
-        tokens = upload(tokens, self.frozen.weight.device)
+        tokens = upload(tokens, self.target_head.weight.device)
         batch = self.collate(examples, self.states(tokens))
         if not compare:
             return batch, None
@@ -160,9 +160,9 @@ class Joint(nn.Module):
         )
         if original_states is None:
             tokens = batch.tokens.index_select(0, slots)
-            return distillation_loss(states, tokens, weights, (self.frozen, None))[0]
+            return distillation_loss(states, tokens, weights, (self.target_head, None))[0]
         original = original_states.index_select(0, slots - 1)
-        heads = (self.frozen, self.frozen)
+        heads = (self.target_head, self.target_head)
         with torch.no_grad():
             # KL(p, q) = cross-entropy(p, q) - entropy(p). The entropy is computed as cross-entropy(p, p), by the same
             # products, so that equal states give exactly 0.
@@ -175,7 +175,7 @@ class Joint(nn.Module):
         batch, original_states = self.read(examples, compare=True)
         # a sum over the supervised tokens, like the heads' sums
         kl = self.target_loss(batch, original_states) * batch.slots
-        return {**self.head.validate(batch, self.frozen, trees), "kl": kl}
+        return {**self.head.validate(batch, self.target_head, trees), "kl": kl}
 
     def parameter_groups(self, lr: float) -> list[dict[str, Any]]:
         """Return the trained parameters in two groups for the optimizer, with their learning rates.

@@ -218,7 +218,7 @@ class WithDrafter:
         drafter = self.drafter
         if not isinstance(drafter, Drafter):
             return load_drafter(drafter, target, **self.options)
-        if isinstance(drafter, TrainableDrafter) and not drafter.frozen:
+        if isinstance(drafter, TrainableDrafter) and not drafter.bound_to:
             drafter = _copy_head(drafter, target).bind(target.head)
         if drafter.reads.view:
             drafter.bind_target(target.view())

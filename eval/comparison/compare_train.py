@@ -61,7 +61,7 @@ class TrainingRun:
     recipe: Recipe
     accelerator: Any  # as `eagle.training.launch` answers it
     head: TrainableDrafter
-    frozen: TargetHead
+    target_head: TargetHead
     features: Features
     slots: list[int]  # supervised tokens of every conversation
     roles: TapRoles  # what the head reads of the target
@@ -92,7 +92,7 @@ class TrainingRun:
             recipe=recipe,
             accelerator=accelerator,
             head=head,
-            frozen=target.head.cast(getattr(torch, recipe.train.dtype)),
+            target_head=target.head.cast(getattr(torch, recipe.train.dtype)),
             features=features,
             slots=slots,
             roles=roles_of(settings, target.config),
@@ -132,7 +132,7 @@ class TrainingRun:
             self.accelerator,
             recipe,
             self.head,
-            self.frozen,
+            self.target_head,
             features=self.features,
             commit=commit(),
         )
@@ -181,7 +181,7 @@ class TrainingRun:
             seeds = plan.seeds(step_index, batch_indices)
             batch = collate(self.features.read(batch_indices), self.features.taps, seeds)
             with torch.autocast(device.type, torch.bfloat16, enabled=settings.dtype == "bfloat16"):
-                losses = head(batch.to(device), self.frozen)
+                losses = head(batch.to(device), self.target_head)
 
             losses["total"].backward()
             torch.nn.utils.clip_grad_norm_(head.parameters(), settings.clip)

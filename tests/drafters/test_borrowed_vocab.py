@@ -102,10 +102,10 @@ def test_logits_are_those_of_the_whole_head(
     assert isinstance(whole, TrainableDrafter)
     assert isinstance(narrow, TrainableDrafter)
     state = torch.randn(3, mixing_target.config.hidden_size, dtype=torch.float64)
-    expected = whole.frozen[0].logits(state)[:, ::3]
-    torch.testing.assert_close(narrow.frozen[0].logits(state), expected)
+    expected = whole.target_head.logits(state)[:, ::3]
+    torch.testing.assert_close(narrow.target_head.logits(state), expected)
     # the embedding still takes every token, as committed tokens may be any
-    assert narrow.frozen[0].embedding is whole.frozen[0].embedding
+    assert narrow.target_head.embedding is whole.target_head.embedding
 
 
 def test_a_head_without_the_mapping_is_seen(

@@ -79,7 +79,7 @@ def small_model() -> DraftModel:
 
 def make(name: str, folder: Path) -> Any:
     """Return a drafter in fp64, ready to draft."""
-    frozen = frozen_head(FP64)
+    target_head = frozen_head(FP64)
     if name == "draft model":
         return small_model()
     if name == "lookup, eagle1":
@@ -90,13 +90,13 @@ def make(name: str, folder: Path) -> Any:
         has_levels = "levels" in method.Settings.model_fields
         settings = method.Settings(levels=4) if has_levels else method.Settings()
         torch.manual_seed(2)
-        return moved(method.for_target(settings, SHAPE, frozen)).double().bind(frozen)
+        return moved(method.for_target(settings, SHAPE, target_head)).double().bind(target_head)
     if name in ("eagle1", "two blocks"):
         layers = 1 if name == "eagle1" else 2
         shape: Any = LlamaConfig(**{**SHAPE.to_dict(), "num_hidden_layers": layers})
         torch.manual_seed(2)
-        return moved(Eagle1(Eagle1.Settings(), shape)).double().bind(frozen)
-    return new_head(folder, name, FP64).bind(frozen)
+        return moved(Eagle1(Eagle1.Settings(), shape)).double().bind(target_head)
+    return new_head(folder, name, FP64).bind(target_head)
 
 
 @pytest.fixture(scope="module")

@@ -217,7 +217,7 @@ def test_a_bare_draft_is_the_heads_forward(
     run()
     tokens = torch.ones(1, 11 + size, dtype=torch.long)
     features = torch.zeros(1, 11 + size, head.shape.hidden_size)
-    states = causal_states(head, tokens, features, 0, frozen=target.head)[0]
+    states = causal_states(head, tokens, features, 0, target_head=target.head)[0]
     torch.testing.assert_close(run(), target.head.logits(states)[-scored:])
 
 

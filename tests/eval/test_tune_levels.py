@@ -59,9 +59,9 @@ def test_forwards_are_those_that_a_draft_takes(name: str, budget: Budget, target
     rows: list[int] = []
     read_token = head.read_token
 
-    def record(level: int, state: Any, tokens: torch.Tensor, frozen: Any) -> Any:
+    def record(level: int, state: Any, tokens: torch.Tensor, target_head: Any) -> Any:
         rows.append(tokens.shape[1])
-        return read_token(level, state, tokens, frozen)
+        return read_token(level, state, tokens, target_head)
 
     # counts the forwards from outside of the head
     head.read_token = record

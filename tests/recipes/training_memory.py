@@ -111,7 +111,7 @@ def run_loop(
     empty.head.to = lambda *_, **__: empty.head  # type: ignore[method-assign]
     texts = Texts(empty, lengths, supervised)
     try:
-        run = _Run(accelerator, recipe, empty.head, empty.frozen, texts, None, "")
+        run = _Run(accelerator, recipe, empty.head, empty.target_head, texts, None, "")
         batches: Any = run.dealer.batches(0)
         for step in range(2):
             run._advance(step, batches)

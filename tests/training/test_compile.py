@@ -33,14 +33,14 @@ def forget_graphs() -> Iterator[None]:
 
 def train(head: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Return the losses of the steps, the first step's gradients, and the weights after the last."""
-    frozen = frozen_head(dtype)
+    target_head = frozen_head(dtype)
     weights = [weight for weight in head.train().parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=1e-3, fused=True)
     losses = []
     gradients = []
 
     for texts in STEPS:
-        loss = head(collate(texts_of(texts, dtype), TAPS), frozen)["total"]
+        loss = head(collate(texts_of(texts, dtype), TAPS), target_head)["total"]
         loss.backward()
         learned = [weight.grad.flatten() for weight in weights if weight.grad is not None]
         gradients.append(torch.cat(learned))

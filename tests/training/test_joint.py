@@ -226,7 +226,7 @@ def test_merged_it_says_the_same() -> None:
     """The new target's logits are those of the adapted one."""
     pair = new_joint("kl")
     tokens = EXAMPLES[1].tokens[None]
-    expected = pair.frozen.logits(pair.states(tokens))
+    expected = pair.target_head.logits(pair.states(tokens))
     torch.testing.assert_close(pair.merge()(input_ids=tokens).logits, expected)
 
 

@@ -59,7 +59,7 @@ def examples(dtype: torch.dtype) -> list[Example]:
 
 
 @pytest.fixture
-def frozen(dtype: torch.dtype) -> TargetHead:
+def target_head(dtype: torch.dtype) -> TargetHead:
     """Return a random embedding and LM head, such that probs are neither flat nor certain."""
     torch.manual_seed(1)
     embedding = nn.Embedding(97, 64, dtype=dtype)
@@ -83,22 +83,24 @@ def collect(terms: dict[str, Tensor], head: nn.Module) -> dict[str, Tensor]:
 
 
 def read_plainly(
-    head: Eagle1, examples: list[Example], frozen: TargetHead, gate: str = "predicted"
+    head: Eagle1, examples: list[Example], target_head: TargetHead, gate: str = "predicted"
 ) -> dict[str, Tensor]:
     """Return loss terms and gradients of the published step, with the same weights by the same names."""
     plain = PublishedHead(head.shape).to(head.fc.weight.dtype)
     plain.load_state_dict(head.state_dict())
     batch = padded(examples)
     # padded, while ours is packed
-    terms = published_loss(plain, batch, frozen.embedding.weight, frozen.weight, gate=gate)
+    terms = published_loss(
+        plain, batch, target_head.embedding.weight, target_head.weight, gate=gate
+    )
     return collect(terms, plain)
 
 
 def largest_difference(
-    head: Eagle1, batch: Batch, frozen: TargetHead, expected: dict[str, Tensor]
+    head: Eagle1, batch: Batch, target_head: TargetHead, expected: dict[str, Tensor]
 ) -> float:
     """Return the largest difference of loss terms and gradients, relative to the largest number of each."""
-    found = collect(head(batch, frozen), head)
+    found = collect(head(batch, target_head), head)
     assert expected.keys() <= found.keys()
 
     differences = []
@@ -110,17 +112,17 @@ def largest_difference(
 
 
 def test_loss_and_all_gradients_equal_the_published_ones(
-    head: Eagle1, examples: list[Example], frozen: TargetHead, dtype: torch.dtype
+    head: Eagle1, examples: list[Example], target_head: TargetHead, dtype: torch.dtype
 ) -> None:
     """Packed sequences, supervised positions alone and logits in chunks change nothing."""
     # rotary tables are fp32, and the published loss divides by positions + 1e-5
     tolerance = 1e-5 if dtype == torch.float32 else 1e-6
-    expected = read_plainly(head, examples, frozen)
-    assert largest_difference(head, collate(examples, (-1,)), frozen, expected) < tolerance
+    expected = read_plainly(head, examples, target_head)
+    assert largest_difference(head, collate(examples, (-1,)), target_head, expected) < tolerance
 
 
 def test_a_gate_off_by_one_is_seen(
-    head: Eagle1, examples: list[Example], frozen: TargetHead
+    head: Eagle1, examples: list[Example], target_head: TargetHead
 ) -> None:
     """A position more and one less in each answer, or the gate of the token that is read, is no rounding."""
     batch = collate(examples, (-1,))
@@ -131,17 +133,17 @@ def test_a_gate_off_by_one_is_seen(
         moved.append(mask.roll(1) & (torch.arange(len(mask)) > 1))
 
     wrong = replace(batch, loss_mask=torch.cat(moved))
-    expected = read_plainly(head, examples, frozen)
+    expected = read_plainly(head, examples, target_head)
 
-    assert largest_difference(head, wrong, frozen, expected) > 1e-3
+    assert largest_difference(head, wrong, target_head, expected) > 1e-3
 
-    expected = read_plainly(head, examples, frozen, gate="read")
+    expected = read_plainly(head, examples, target_head, gate="read")
 
-    assert largest_difference(head, batch, frozen, expected) > 1e-3
+    assert largest_difference(head, batch, target_head, expected) > 1e-3
 
 
 def test_a_leaking_mask_is_seen(
-    head: Eagle1, examples: list[Example], frozen: TargetHead, monkeypatch: pytest.MonkeyPatch
+    head: Eagle1, examples: list[Example], target_head: TargetHead, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Planted fault: a piece sees the sequences before its own."""
     honest = Spans.of
@@ -151,6 +153,6 @@ def test_a_leaking_mask_is_seen(
         return replace(spans, runs=[(0, start, stop) for _, start, stop in spans.runs])
 
     monkeypatch.setattr(Spans, "of", leak)
-    expected = read_plainly(head, examples, frozen)
+    expected = read_plainly(head, examples, target_head)
 
-    assert largest_difference(head, collate(examples, (-1,)), frozen, expected) > 1e-3
+    assert largest_difference(head, collate(examples, (-1,)), target_head, expected) > 1e-3

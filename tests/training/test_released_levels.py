@@ -42,13 +42,13 @@ def draw_example() -> Example:
     return Example(torch.randint(37, (len(mask),)), mask, torch.randn(len(mask), 1, 16))
 
 
-def make_both(method: str, frozen: TargetHead) -> tuple[Any, Any]:
+def make_both(method: str, target_head: TargetHead) -> tuple[Any, Any]:
     """Return our head and the released one, with the same weights, away from where they begin."""
     settings = dict(HEADS[method])
     if "dropout" in settings:
         settings["dropout"] = 0.0
     ours = DRAFTERS[method].for_target(
-        settings_of({"kind": method, **settings}, "test"), SHAPE, frozen
+        settings_of({"kind": method, **settings}, "test"), SHAPE, target_head
     )
 
     for weight in ours.parameters():
@@ -76,14 +76,14 @@ def compare(method: str, patch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     embedding = nn.Embedding(37, 16).requires_grad_(False)
     output = nn.Linear(16, 37, bias=False).requires_grad_(False)
-    frozen = TargetHead(embedding, output)
-    ours, released = make_both(method, frozen)
+    target_head = TargetHead(embedding, output)
+    ours, released = make_both(method, target_head)
     example = draw_example()
     # both draw the same level, where one is drawn
     torch.manual_seed(1)
     expected = released.loss(padded([example]), embedding.weight, output.weight)
     torch.manual_seed(1)
-    loss = ours(collate([example], (-1,)), frozen)["total"]
+    loss = ours(collate([example], (-1,)), target_head)["total"]
     if method == "blockwise":
         # the expectation is the sum over levels, as in its siblings
         expected = expected * HEADS[method]["levels"]

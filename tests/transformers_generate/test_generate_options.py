@@ -533,7 +533,7 @@ def test_a_drafter_may_be_made_beforehand_and_bound_later(repeating_target: Targ
         assert torch.equal(model.generate(**ONE, **asked(), custom_generate=with_drafter), stock)
         assert len(with_drafter.traces) == 1
     assert with_drafter.acceptance_length >= 1
-    assert not head.frozen
+    assert not head.bound_to
     assert all(module.training for module in head.modules())
     assert head.fc.weight.dtype == torch.float32
 

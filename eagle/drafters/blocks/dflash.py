@@ -40,20 +40,22 @@ class DFlash(InjectedHead):
         """Whether the divisor of the loss depends on the head's states, so that only a forward can compute it."""
         return bool(self.settings.d_pace and self.settings.divisor == "weights")
 
-    def forward(self, batch: Batch, frozen: TargetHead, count: bool = False) -> dict[str, Tensor]:
+    def forward(
+        self, batch: Batch, target_head: TargetHead, count: bool = False
+    ) -> dict[str, Tensor]:
         """Return the loss over all levels of the blocks after sampled anchors.
 
         Args:
             batch: The sequences, with the target's states.
-            frozen: The target's embedding and LM head.
+            target_head: The target's embedding and LM head.
             count: Whether to return the loss's divisor, as "divisor", in place of the loss; see `counts_by_forward`.
         """
         settings = self.settings
-        anchors, states = self.read_anchors(batch, frozen)
+        anchors, states = self.read_anchors(batch, target_head)
         # tokens are counted as rows of the draft vocabulary; those outside of it are no labels: their loss is 0, and
         # they count in the mean all the same
         tokens, in_vocab = self.find_drafts(anchors.tokens_of(batch))  # [A, K]
-        head = self.output_head(frozen)
+        head = self.output_head(target_head)
         reached = anchors.reached
         if settings.loss == "tokens" or settings.d_pace:
             reached = reached & in_vocab
@@ -85,13 +87,13 @@ class DFlash(InjectedHead):
             weights.flatten()[None],
             (head, teacher_head),
             objective=objective,
-            dtype=frozen.weight.dtype,
+            dtype=target_head.weight.dtype,
         )
         return {"total": total}
 
 
 @torch.no_grad()
-def pace_levels(states: Tensor, tokens: Tensor, reached: Tensor, frozen: TargetHead) -> Tensor:
+def pace_levels(states: Tensor, tokens: Tensor, reached: Tensor, target_head: TargetHead) -> Tensor:
     """Return D-PACE's loss weights [A, K]: how much of a draft's expected length depends on each level.
 
     A level is accepted with probability s = (1 + p) / 2 by assumption, where p is the head's prob of the sequence's
@@ -102,7 +104,7 @@ def pace_levels(states: Tensor, tokens: Tensor, reached: Tensor, frozen: TargetH
         states: The head's states [A, K, H].
         tokens: The sequences' tokens that they predict [A, K].
         reached: [A, K] bool; a level that is not reached has the weight 0.
-        frozen: The target's LM head.
+        target_head: The target's LM head.
     """
     wide = torch.promote_types(states.dtype, torch.float32)
     # ROWS rows at a time, as logits of all rows may not fit in memory
@@ -110,7 +112,7 @@ def pace_levels(states: Tensor, tokens: Tensor, reached: Tensor, frozen: TargetH
     for chunk, chunk_tokens in zip(
         states.flatten(0, 1).split(ROWS), tokens.flatten().split(ROWS), strict=True
     ):
-        chunk_probs = frozen.logits(chunk).softmax(-1, dtype=wide)
+        chunk_probs = target_head.logits(chunk).softmax(-1, dtype=wide)
         probs.append(chunk_probs.gather(1, chunk_tokens[:, None])[:, 0])
     accepted = (0.5 + 0.5 * torch.cat(probs).view(tokens.shape)) * reached
     # sum over j >= k of s_1 ... s_j: a reversed cumulative sum

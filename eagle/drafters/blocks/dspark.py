@@ -60,7 +60,7 @@ class MarkovBias(nn.Module):
         state: Tensor,
         tokens: Tensor,
         memory: Tensor,
-        frozen: TargetHead,
+        target_head: TargetHead,
     ) -> tuple[Tensor, Tensor]:
         """Read the token before a level; return the codes [.., r] and the new memory [.., M] of the paths.
 
@@ -69,7 +69,7 @@ class MarkovBias(nn.Module):
             state: The level's states [.., H].
             tokens: The tokens [..] before the level.
             memory: The memory [.., M] of the paths up to these tokens, without them.
-            frozen: The target's embedding and LM head.
+            target_head: The target's embedding and LM head.
         """
         return self.combine(state, self.markov_w1(tokens), memory)
 
@@ -141,13 +141,13 @@ class GruBias:
         state: Tensor,
         tokens: Tensor,
         memory: Tensor,
-        frozen: TargetHead,
+        target_head: TargetHead,
     ) -> tuple[Tensor, Tensor]:
         """Read the token before a level; return the codes [.., r] and the GRU's new state as memory [.., M].
 
         The codes of levels without a bias are zeros. The arguments are those of `MarkovBias.read_token`.
         """
-        embedded = frozen.embed(tokens).to(memory.dtype)
+        embedded = target_head.embed(tokens).to(memory.dtype)
         # the GRU step by hand, as torch's kernels do not support every precision:
         # r = s(W_r x + U_r h); z = s(W_z x + U_z h); n = tanh(W_n x + r U_n h); h' = z h + (1 - z) n
         input_weight, memory_weight, *_ = self.gru.all_weights[0]
@@ -174,7 +174,7 @@ class PathLevels(FollowsRows):
         """Compute the logits after the roots of B requests, from the head's states [B, K, H] of the levels."""
         self.head = head
         self.states = states  # [B, K, H]
-        self.slot_logits: Tensor = head.logits(states, head.frozen[0])  # [B, K, V]
+        self.slot_logits: Tensor = head.logits(states, head.target_head)  # [B, K, V]
         self.rows = self.all_rows = list(range(len(states)))
         self.roots = upload(torch.tensor([[request.root] for request in requests]), states.device)
         self.tokens = self.roots  # [B, R], of the last level
@@ -226,7 +226,7 @@ class PathLevels(FollowsRows):
         # all nodes of a level share the slot's state and differ by their token and path
         state = pick_rows(self.states[:, level], self.rows).expand(-1, self.tokens.shape[1], -1)
         code, self.memory = bias.read_token(
-            depth, state, self.tokens, self.memory, frozen=self.head.frozen[0]
+            depth, state, self.tokens, self.memory, target_head=self.head.target_head
         )
         return logits + (code @ bias.matrix.T).to(logits.dtype)
 
@@ -318,16 +318,16 @@ class DSpark(InjectedHead):
 
     # -- training -----------------------------------------------------------------------------------------------------
 
-    def lm_head(self, frozen: TargetHead) -> LanguageHead:
+    def lm_head(self, target_head: TargetHead) -> LanguageHead:
         """Return the LM head that reads what `read_levels` returns: states, or states and codes if there is a bias."""
-        return frozen if self.bias is None else BiasedHead(frozen, self.bias.matrix)
+        return target_head if self.bias is None else BiasedHead(target_head, self.bias.matrix)
 
     def read_levels(
         self,
         batch: Batch,
         anchors: Anchors,
         states: Tensor,
-        frozen: TargetHead,
+        target_head: TargetHead,
     ) -> Tensor:
         """Return states and codes [A, K, H + r], where the sequences' tokens are the draft tokens.
 
@@ -341,7 +341,7 @@ class DSpark(InjectedHead):
         for level, state in enumerate(states.unbind(1)):
             # level d reads the token before the one it predicts; level 0 the root
             tokens = anchors.tokens_at(batch, level - 1)
-            code, memory = bias.read_token(level, state, tokens, memory, frozen=frozen)
+            code, memory = bias.read_token(level, state, tokens, memory, target_head=target_head)
             codes.append(code)
         return torch.cat([states, torch.stack(codes, dim=1)], dim=-1)
 
@@ -350,12 +350,12 @@ class DSpark(InjectedHead):
         """Whether the loss depends on the progress of training: with Domino's bias its weight grows."""
         return self.prefix_gru is not None
 
-    def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
+    def forward(self, batch: Batch, target_head: TargetHead) -> dict[str, Tensor]:
         """Return the loss over all levels of the blocks after sampled anchors, plus the loss of the confidence."""
-        anchors, states = self.read_anchors(batch, frozen)
-        hidden = self.read_levels(batch, anchors, states, frozen)
+        anchors, states = self.read_anchors(batch, target_head)
+        hidden = self.read_levels(batch, anchors, states, target_head)
         weights = anchors.reached * self.level_shares(batch)
-        output = self.output_head(frozen)
+        output = self.output_head(target_head)
         total, overlaps = self.compare(
             batch, anchors, hidden, weights, heads=(self.lm_head(output), output)
         )

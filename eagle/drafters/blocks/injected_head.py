@@ -161,13 +161,13 @@ class InjectedHead(CompiledParts, ReducedVocab, TrainableDrafter):
         cls,
         settings: InjectedSettings,
         target_config: Any,
-        frozen: Any = None,
+        target_head: Any = None,
         supervised: Any = None,
     ) -> Any:
         """Return a new head with the target's sizes, and defaults for taps and mask token if the settings have none.
 
         The most frequent of `supervised`, the supervised tokens of each sequence, become the draft vocabulary if the
-        settings give its size. `frozen` is not used.
+        settings give its size. `target_head` is not used.
         """
         # by default the mask token is the last of the vocabulary, which may be a filler that no sequence has
         last = target_config.vocab_size - 1
@@ -255,42 +255,42 @@ class InjectedHead(CompiledParts, ReducedVocab, TrainableDrafter):
         fused: Tensor = self.hidden_norm(self.fc(features.flatten(-2)))
         return fused
 
-    def embed_slots(self, roots: Tensor, frozen: TargetHead) -> Tensor:
+    def embed_slots(self, roots: Tensor, target_head: TargetHead) -> Tensor:
         """Return the embedded tokens [.., B, H] of blocks: a root of `roots` [..], then mask tokens."""
         tokens = torch.full(
             (*roots.shape, self.settings.slots), self.settings.mask_token, device=roots.device
         )
         tokens[..., 0] = roots
-        return frozen.embed(tokens).to(self.dtype)
+        return target_head.embed(tokens).to(self.dtype)
 
-    def bind(self, frozen: TargetHead) -> InjectedHead:
+    def bind(self, target_head: TargetHead) -> InjectedHead:
         """Give the head the target's embedding and LM head, of which it takes the rows of its draft vocabulary."""
         drafts = self.own_drafts
-        super().bind(frozen if drafts is None else narrow_packed(frozen, drafts))
+        super().bind(target_head if drafts is None else narrow_packed(target_head, drafts))
         return self
 
-    def output_head(self, frozen: TargetHead) -> TargetHead:
+    def output_head(self, target_head: TargetHead) -> TargetHead:
         """Return the target's head with the rows of the draft vocabulary alone, for training and validation."""
         # once the head is bound, it may be asked with the rows that `bind` has taken
-        if self.frozen and frozen is self.frozen[0]:
-            return frozen
-        return self.narrow_once(frozen, self.own_drafts)
+        if self.bound_to and target_head is self.target_head:
+            return target_head
+        return self.narrow_once(target_head, self.own_drafts)
 
-    def logits(self, state: Tensor, frozen: TargetHead) -> Tensor:
+    def logits(self, state: Tensor, target_head: TargetHead) -> Tensor:
         """Return the logits [.., V or D] that the target's LM head gives for states [.., H]."""
         # flat, as a product of a three-dimensional tensor may copy the matrix
-        return frozen.logits(state.flatten(0, -2)).unflatten(0, state.shape[:-1])
+        return target_head.logits(state.flatten(0, -2)).unflatten(0, state.shape[:-1])
 
-    def lm_head(self, frozen: TargetHead) -> LanguageHead:
+    def lm_head(self, target_head: TargetHead) -> LanguageHead:
         """Return the LM head that reads what `read_levels` returns."""
-        return frozen
+        return target_head
 
     def read_levels(
         self,
         batch: Batch,
         anchors: Anchors,
         states: Tensor,
-        frozen: TargetHead,
+        target_head: TargetHead,
     ) -> Tensor:
         """Return the LM head's inputs [A, K, D] in training, where the sequences' tokens are the draft tokens.
 
@@ -300,7 +300,7 @@ class InjectedHead(CompiledParts, ReducedVocab, TrainableDrafter):
             batch: The sequences.
             anchors: Those of the blocks.
             states: The states [A, K, H] of the blocks.
-            frozen: The target's embedding.
+            target_head: The target's embedding.
         """
         return states
 
@@ -331,12 +331,12 @@ class InjectedHead(CompiledParts, ReducedVocab, TrainableDrafter):
         divisors = batch.divisors or self.divisors(batch.masks, batch.seeds)
         return level_shares(self.level_weights, divisors, self.dtype, batch.tokens.device)
 
-    def read_anchors(self, batch: Batch, frozen: TargetHead) -> tuple[Anchors, Tensor]:
+    def read_anchors(self, batch: Batch, target_head: TargetHead) -> tuple[Anchors, Tensor]:
         """Sample anchors from each sequence, and return them and the states [A, K, H] of the blocks after them."""
         anchors = Anchors.sampled(batch, self.levels, self.settings.anchors)
         context = self.inject_sequences(batch)
         roots = anchors.tokens_at(batch, -1)
-        return anchors, self.read_blocks(batch, frozen, context, anchors.spans, roots=roots)
+        return anchors, self.read_blocks(batch, target_head, context, anchors.spans, roots=roots)
 
     def inject_sequences(self, batch: Batch) -> list[Pair]:
         """Return each transformer block's keys and values [k, N, w], made of the fused features at all slots."""
@@ -354,7 +354,7 @@ class InjectedHead(CompiledParts, ReducedVocab, TrainableDrafter):
     def read_blocks(
         self,
         batch: Batch,
-        frozen: TargetHead,
+        target_head: TargetHead,
         context: list[Pair],
         spans: Spans,
         roots: Tensor,
@@ -363,13 +363,13 @@ class InjectedHead(CompiledParts, ReducedVocab, TrainableDrafter):
 
         Args:
             batch: The sequences.
-            frozen: The target's embedding.
+            target_head: The target's embedding.
             context: Each transformer block's keys and values at all slots, from `inject_sequences`.
             spans: The anchors.
             roots: The first tokens of the blocks [A].
         """
         size = self.settings.slots
-        state = self.embed_slots(roots, frozen).flatten(0, 1)  # [A * B, H]
+        state = self.embed_slots(roots, target_head).flatten(0, 1)  # [A * B, H]
         _, positions, _ = text_slots(batch, state.device)
         # [A, B]: the root has the position after its anchor's
         anchor_positions = positions.index_select(0, spans.rows)[:, None]
@@ -409,24 +409,26 @@ class InjectedHead(CompiledParts, ReducedVocab, TrainableDrafter):
     def validate(
         self,
         batch: Batch,
-        frozen: TargetHead,
+        target_head: TargetHead,
         trees: dict[str, Paths],
     ) -> dict[str, Tensor]:
         """Return sums over the supervised slots of a batch: loss terms, and how often each tree's levels are accepted.
 
         `eagle.drafters.parts.validation.figures` makes figures of them. `trees` are fixed trees by name.
         """
-        states, (student, *_) = zip(*self.draft_levels(batch, frozen, self.levels), strict=True)
+        states, (student, *_) = zip(
+            *self.draft_levels(batch, target_head, self.levels), strict=True
+        )
 
         def logits(state: Tensor) -> Tensor:
             return self.on_all_tokens(student(state))
 
-        return validate_batch(batch, states, ([logits] * len(states), frozen.logits), trees)
+        return validate_batch(batch, states, ([logits] * len(states), target_head.logits), trees)
 
     def draft_levels(
         self,
         batch: Batch,
-        frozen: TargetHead,
+        target_head: TargetHead,
         levels: int,
     ) -> list[tuple[Tensor, Callable[[Tensor], Tensor]]]:
         """Return the inputs [S, D] of each level's LM head at all supervised slots, and the LM head."""
@@ -438,15 +440,15 @@ class InjectedHead(CompiledParts, ReducedVocab, TrainableDrafter):
         done = 0
         for spans in anchors.spans.split(ANCHORS_AT_ONCE):
             end = done + len(spans.rows)
-            chunks.append(self.read_blocks(batch, frozen, context, spans, roots[done:end]))
+            chunks.append(self.read_blocks(batch, target_head, context, spans, roots[done:end]))
             done = end
         states = (
             torch.cat(chunks)
             if chunks
             else self.fc.weight.new_empty(0, self.levels, self.shape.hidden_size)
         )
-        level_states = self.read_levels(batch, anchors, states, frozen)
-        head = self.lm_head(self.output_head(frozen))
+        level_states = self.read_levels(batch, anchors, states, target_head)
+        head = self.lm_head(self.output_head(target_head))
         return [(state, head.logits) for state in level_states.unbind(1)[:levels]]
 
     # -- drafting -----------------------------------------------------------------------------------------------------

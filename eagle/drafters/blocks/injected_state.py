@@ -116,7 +116,7 @@ class InjectedState(TextState):
         size = int(head.settings.slots)
         lengths = [cache.lengths[cache_row] for cache_row in cache_rows]
         start = max(lengths)
-        state = head.embed_slots(roots, head.frozen[0])
+        state = head.embed_slots(roots, head.target_head)
         tables = rotary_tables(
             head.rotary, state, slot_positions(lengths, [size] * len(cache_rows), self.device)
         )
@@ -166,7 +166,7 @@ class SlotLevels:
     """The logits of all levels of all trees, which are the same for all nodes of a level; see `RowsLevel`."""
 
     def __init__(self, head: Any, requests: Sequence[DraftRequest], states: Tensor) -> None:
-        self.logits: Tensor = head.logits(states, head.frozen[0])  # [B, K, V]
+        self.logits: Tensor = head.logits(states, head.target_head)  # [B, K, V]
         self.first = self.logits[:, 0]
 
     def __call__(

@@ -80,7 +80,7 @@ class Peagle(FusedHead):
         cls,
         settings: PeagleSettings,
         target_config: Any,
-        frozen: TargetHead | None = None,
+        target_head: TargetHead | None = None,
         supervised: Iterable[Tensor] | None = None,
     ) -> FusedHead:
         """Return a new head as `FusedHead.for_target` does, with a default mask token if the settings have none."""
@@ -92,7 +92,7 @@ class Peagle(FusedHead):
                 f"drafter.mask_token is {token}, expected 0 to {count - 1}: name a token of the target's"
             )
         settings = settings.model_copy(update={"mask_token": token})
-        return super().for_target(settings, target_config, frozen, supervised)
+        return super().for_target(settings, target_config, target_head, supervised)
 
     @classmethod
     def sizes(cls, settings: PeagleSettings) -> dict[str, int]:
@@ -130,13 +130,13 @@ class Peagle(FusedHead):
 
     # -- training -----------------------------------------------------------------------------------------------------
 
-    def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
+    def forward(self, batch: Batch, target_head: TargetHead) -> dict[str, Tensor]:
         """Return the distillation loss at the supervised slots and at the mask tokens sampled after them."""
         settings = self.settings
         # how many mask tokens come after each slot
         mask_counts = draw_masks(batch, self.levels - 1, settings.keep, settings.keep_least)
         masks = MaskRows.of(mask_counts, batch.tokens.device)
-        row_indices, slot_states, mask_states = self.read_masks(batch, frozen, masks)
+        row_indices, slot_states, mask_states = self.read_masks(batch, target_head, masks)
         weights = self.row_weights(batch, masks, len(slot_states))
         # A row with index i predicts token i + 2, as the target does from its state i + 1. Tokens outside the draft
         # vocabulary are not learned.
@@ -148,9 +148,9 @@ class Peagle(FusedHead):
             self.norm(torch.cat([slot_states, mask_states]))[None],
             target_hidden,
             weights[None],
-            (OwnHead(self.lm_head.weight), self.narrow_once(frozen, self.drafts)),
+            (OwnHead(self.lm_head.weight), self.narrow_once(target_head, self.drafts)),
             objective=Objective(settings.loss),
-            dtype=frozen.weight.dtype,
+            dtype=target_head.weight.dtype,
         )
         return {"total": total}
 
@@ -188,7 +188,7 @@ class Peagle(FusedHead):
     def read_masks(
         self,
         batch: Batch,
-        frozen: TargetHead,
+        target_head: TargetHead,
         masks: MaskRows,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Run the network at supervised slots and at the mask tokens after them.
@@ -204,7 +204,7 @@ class Peagle(FusedHead):
             self.rotary, features, max(batch.lengths, default=0) + self.levels
         )
         tokens = self.project_tokens(
-            frozen.embed(batch.tokens.index_select(0, slots + 1)).to(dtype)
+            target_head.embed(batch.tokens.index_select(0, slots + 1)).to(dtype)
         )
         inputs = self.block_inputs(tokens, self.fuse_taps(features))
         context, inputs = read_context(
@@ -219,14 +219,14 @@ class Peagle(FusedHead):
         )
         # mask token d comes d positions after its slot
         tables = tables_at(positions.index_select(0, masks.spans.rows) + masks.depths)
-        mask_states = self._read_blocks(frozen, masks, tables, context)
+        mask_states = self._read_blocks(target_head, masks, tables, context)
         rows = torch.cat([spans.rows, masks.spans.rows])
         depths = F.pad(masks.depths, (len(spans.rows), 0))  # 0 at the slots themselves
         return slots.index_select(0, rows) + depths, slot_states, mask_states
 
     def _read_blocks(
         self,
-        frozen: TargetHead,
+        target_head: TargetHead,
         masks: MaskRows,
         tables: tuple[Tensor, Tensor],
         context: Sequence[Pair],
@@ -234,14 +234,16 @@ class Peagle(FusedHead):
         """Return the states [E, H] of mask tokens, whose inputs are all the same and whose positions differ.
 
         Args:
-            frozen: The target's embedding.
+            target_head: The target's embedding.
             masks: The mask tokens.
             tables: Rotary tables at their positions.
             context: Each block's keys and values at all slots.
         """
         token = upload(torch.tensor([self.settings.mask_token]), masks.depths.device)
         state = self.mask_state()
-        inputs = self.block_inputs(self.project_tokens(frozen.embed(token).to(state.dtype)), state)
+        inputs = self.block_inputs(
+            self.project_tokens(target_head.embed(token).to(state.dtype)), state
+        )
         inputs = tuple(tensor.expand(len(masks.depths), -1) for tensor in inputs)
         for layer_index, block in enumerate(self.layers):
             if layer_index:
@@ -255,7 +257,7 @@ class Peagle(FusedHead):
 
     # -- validation ---------------------------------------------------------------------------------------------------
 
-    def level_states(self, batch: Batch, frozen: TargetHead, levels: int) -> list[Tensor]:
+    def level_states(self, batch: Batch, target_head: TargetHead, levels: int) -> list[Tensor]:
         """Return the states [S, H] of each level at every supervised slot, for validation.
 
         Every supervised slot gets a mask token for each level but the first, without sampling.
@@ -264,7 +266,7 @@ class Peagle(FusedHead):
         # the number of mask tokens after each slot: `count` after supervised ones, 0 after others
         masks_by_slot = [count * supervised for supervised in supervised_slots(batch)]
         masks = MaskRows.of(masks_by_slot, batch.tokens.device)
-        _, slot_states, mask_states = self.read_masks(batch, frozen, masks)
+        _, slot_states, mask_states = self.read_masks(batch, target_head, masks)
         by_level = mask_states.unflatten(0, (len(slot_states), count)).unbind(1)
         return [slot_states, *by_level]
 

@@ -53,12 +53,14 @@ class Blockwise(LevelHeads):
         self.up = nn.Linear(shape.hidden_size, inner)
         self.down = nn.Linear(inner, settings.levels * shape.hidden_size)
 
-    def start(self, frozen: TargetHead | None) -> None:
+    def start(self, target_head: TargetHead | None) -> None:
         """Let every level predict the target's next token at first: no level changes the state."""
         nn.init.zeros_(self.down.weight)
         nn.init.zeros_(self.down.bias)
 
-    def read_token(self, level: int, state: Tensor, tokens: Tensor, frozen: TargetHead) -> Tensor:
+    def read_token(
+        self, level: int, state: Tensor, tokens: Tensor, target_head: TargetHead
+    ) -> Tensor:
         """Return the states of all levels, concatenated to [.., K * H], from the target's state [.., H].
 
         Level 0 makes those of all levels, so later levels return the state that they get. No level reads a token.
@@ -73,27 +75,27 @@ class Blockwise(LevelHeads):
         """Return the state [.., H] of one level from the states of all levels [.., K * H]."""
         return state.unflatten(-1, (self.levels, -1))[..., level, :]
 
-    def lm_heads(self, frozen: TargetHead) -> Sequence[LanguageHead]:
+    def lm_heads(self, target_head: TargetHead) -> Sequence[LanguageHead]:
         """Return the target's LM head, for all levels."""
-        return [frozen]
+        return [target_head]
 
-    def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
+    def forward(self, batch: Batch, target_head: TargetHead) -> dict[str, Tensor]:
         """Return the loss of all levels; with `drawn`, in training, the loss of one sampled level times their number.
 
         Both are the same in expectation, and one level is less work.
         """
         if not (self.settings.drawn and self.training):
-            return super().forward(batch, frozen)
+            return super().forward(batch, target_head)
         # from the host's random generator, which training seeds in every step
         level = int(torch.randint(self.levels, (), device="cpu"))
-        slot_indices, hidden = self.level_states(batch, frozen)
+        slot_indices, hidden = self.level_states(batch, target_head)
         # all tensors of one level: [1, S] and [1, S, H]
         weights = self.levels * self.slot_weights(batch, slot_indices)[level : level + 1]
         teacher, teacher_head, objective = choose_teacher(
-            self.settings.loss, batch, slot_indices, frozen
+            self.settings.loss, batch, slot_indices, target_head
         )
         student = align_steps(hidden[: level + 1])[level:]
-        heads = frozen, teacher_head
+        heads = target_head, teacher_head
         total, level_losses = distillation_loss(
             student, teacher, weights, heads, objective=objective
         )

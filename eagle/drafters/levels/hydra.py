@@ -108,16 +108,18 @@ class Hydra(LevelHeads):
         """Return the taps that training reads at every position: the head's with a prefix block, else none."""
         return cls.taps if settings.prefix else ()
 
-    def start(self, frozen: TargetHead | None) -> None:
+    def start(self, target_head: TargetHead | None) -> None:
         """Let the LM heads start as the target's."""
         for lm_head in self.heads:
             nn.init.zeros_(lm_head.bias)
-            if frozen is not None:
-                lm_head.weight.data.copy_(frozen.start_matrix())
+            if target_head is not None:
+                lm_head.weight.data.copy_(target_head.start_matrix())
 
-    def read_token(self, level: int, state: Tensor, tokens: Tensor, frozen: TargetHead) -> Tensor:
+    def read_token(
+        self, level: int, state: Tensor, tokens: Tensor, target_head: TargetHead
+    ) -> Tensor:
         """Return a level's state [.., (level + 2) H]: that of the level before with the embedding of one more token."""
-        return torch.cat([state, frozen.embed(tokens).to(state.dtype)], dim=-1)
+        return torch.cat([state, target_head.embed(tokens).to(state.dtype)], dim=-1)
 
     def hidden(
         self,
@@ -130,21 +132,21 @@ class Hydra(LevelHeads):
             state = block(drop(state))
         return state
 
-    def lm_heads(self, frozen: TargetHead) -> Sequence[LanguageHead]:
+    def lm_heads(self, target_head: TargetHead) -> Sequence[LanguageHead]:
         """Return each level's own LM head."""
         return [OwnHead(lm_head.weight, lm_head.bias) for lm_head in self.heads]
 
     # -- training -----------------------------------------------------------------------------------------------------
 
-    def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
+    def forward(self, batch: Batch, target_head: TargetHead) -> dict[str, Tensor]:
         """Return the distillation loss of all levels, plus the regression loss if it has a weight."""
         settings = self.settings
-        slot_indices, states = self.read_levels(batch, frozen)
+        slot_indices, states = self.read_levels(batch, target_head)
         slot_counts = [int(mask.sum()) for mask in batch.masks]  # supervised slots of each sequence
         dropout = settings.dropout if self.training else 0.0
         drop = TextDropout(dropout, batch.seeds, slot_counts, slot_indices.device)
         hidden = [self.hidden(level, state, drop) for level, state in enumerate(states)]
-        losses = self.distill(batch, frozen, slot_indices, [drop(state) for state in hidden])
+        losses = self.distill(batch, target_head, slot_indices, [drop(state) for state in hidden])
         if settings.regression:
             # The regression takes the states before dropout. Level 0 at slot i should equal the target's state i + 1,
             # which predicts the same token; `align_steps` puts all levels that predict it in the same row.
@@ -194,7 +196,7 @@ class Hydra(LevelHeads):
         tables: Pair,
         mask: Tensor | None,
         caches: Sequence[Cache | None],
-        frozen: TargetHead,
+        target_head: TargetHead,
     ) -> Tensor:
         """Return the prefix block's normed output [B, T, H] from the target's states [B, T, H].
 

@@ -72,16 +72,16 @@ class LevelHeads(TrainableDrafter):
         cls,
         settings: Any,
         target_config: Any,
-        frozen: TargetHead | None = None,
+        target_head: TargetHead | None = None,
         supervised: Iterable[Tensor] | None = None,
     ) -> Any:
         """Return new heads with the target's width, as `start` initialises them."""
         head = cls(settings, head_shape(target_config))
-        head.start(frozen)
+        head.start(target_head)
         return head
 
     @abstractmethod
-    def start(self, frozen: TargetHead | None) -> None:
+    def start(self, target_head: TargetHead | None) -> None:
         """Initialise the weights of new heads, from the target's LM head where it is given."""
 
     @property
@@ -107,7 +107,9 @@ class LevelHeads(TrainableDrafter):
         """The dtype of its weights."""
         return next(self.parameters()).dtype
 
-    def read_token(self, level: int, state: Tensor, tokens: Tensor, frozen: TargetHead) -> Tensor:
+    def read_token(
+        self, level: int, state: Tensor, tokens: Tensor, target_head: TargetHead
+    ) -> Tensor:
         """Return the state of a level from that of the level before [.., D] and the tokens [..] after it.
 
         Independent levels ignore the tokens, and by default return the state that they get.
@@ -119,16 +121,16 @@ class LevelHeads(TrainableDrafter):
         """Return the input [.., D] of a level's LM head from the level's state."""
 
     @abstractmethod
-    def lm_heads(self, frozen: TargetHead) -> Sequence[LanguageHead]:
+    def lm_heads(self, target_head: TargetHead) -> Sequence[LanguageHead]:
         """Return one LM head for all levels, or one for each."""
 
-    def level_logits(self, level: int, state: Tensor, frozen: TargetHead) -> Tensor:
+    def level_logits(self, level: int, state: Tensor, target_head: TargetHead) -> Tensor:
         """Return a level's logits [.., V] from the level's state."""
-        return self.head_of(level, frozen).logits(self.hidden(level, state))
+        return self.head_of(level, target_head).logits(self.hidden(level, state))
 
-    def head_of(self, level: int, frozen: TargetHead) -> LanguageHead:
+    def head_of(self, level: int, target_head: TargetHead) -> LanguageHead:
         """Return the LM head of a level."""
-        heads = self.lm_heads(frozen)
+        heads = self.lm_heads(target_head)
         return heads[level if len(heads) > 1 else 0]
 
     # -- training -----------------------------------------------------------------------------------------------------
@@ -138,17 +140,17 @@ class LevelHeads(TrainableDrafter):
         """The weight of each level in the loss."""
         return [1.0] * self.levels
 
-    def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
+    def forward(self, batch: Batch, target_head: TargetHead) -> dict[str, Tensor]:
         """Return the distillation loss over all levels.
 
         A slot counts in a level if a draft that began that many slots earlier reaches it.
         """
-        return self.distill(batch, frozen, *self.level_states(batch, frozen))
+        return self.distill(batch, target_head, *self.level_states(batch, target_head))
 
     def distill(
         self,
         batch: Batch,
-        frozen: TargetHead,
+        target_head: TargetHead,
         slot_indices: Tensor,
         hidden: Sequence[Tensor],
     ) -> dict[str, Tensor]:
@@ -156,21 +158,21 @@ class LevelHeads(TrainableDrafter):
 
         Args:
             batch: The sequences, with the target's states.
-            frozen: The target's LM head.
+            target_head: The target's LM head.
             slot_indices: The index of each supervised slot among all tokens, [S].
             hidden: The inputs of each level's LM head there, [S, D].
         """
         # L = sum_k w_k sum_r D(p_r, q_kr) / divisor
         teacher, teacher_head, objective = choose_teacher(
-            self.settings.loss, batch, slot_indices, frozen
+            self.settings.loss, batch, slot_indices, target_head
         )
         total, level_losses = distillation_loss(
             align_steps(hidden),
             teacher,
             self.slot_weights(batch, slot_indices),
-            (self.lm_heads(frozen), teacher_head),
+            (self.lm_heads(target_head), teacher_head),
             objective=objective,
-            dtype=frozen.weight.dtype,
+            dtype=target_head.weight.dtype,
         )
         return {
             "total": total,
@@ -199,12 +201,12 @@ class LevelHeads(TrainableDrafter):
         shares = level_shares(self.level_weights, divisors, self.dtype, slot_indices.device)
         return reached_steps(slot_indices, self.levels) * shares[:, None]
 
-    def level_states(self, batch: Batch, frozen: TargetHead) -> tuple[Tensor, list[Tensor]]:
+    def level_states(self, batch: Batch, target_head: TargetHead) -> tuple[Tensor, list[Tensor]]:
         """Return the index of each supervised slot among all tokens [S], and each level's LM head inputs [S, D]."""
-        slot_indices, states = self.read_levels(batch, frozen)
+        slot_indices, states = self.read_levels(batch, target_head)
         return slot_indices, [self.hidden(level, state) for level, state in enumerate(states)]
 
-    def read_levels(self, batch: Batch, frozen: TargetHead) -> tuple[Tensor, list[Tensor]]:
+    def read_levels(self, batch: Batch, target_head: TargetHead) -> tuple[Tensor, list[Tensor]]:
         """Return the index of each supervised slot among all tokens [S], and each level's states there.
 
         Slot i reads the target's state of token i. Level 0 also reads token i + 1 and predicts token i + 2.
@@ -216,7 +218,9 @@ class LevelHeads(TrainableDrafter):
         for level in range(self.levels):
             # level d reads token i + 1 + d, the sequence's token in place of a drafted one
             following = batch.places_behind(slot_indices, 1 + level)
-            state = self.read_token(level, state, batch.tokens.index_select(0, following), frozen)
+            state = self.read_token(
+                level, state, batch.tokens.index_select(0, following), target_head
+            )
             states.append(state)
         return slot_indices, states
 
@@ -228,26 +232,26 @@ class LevelHeads(TrainableDrafter):
     def validate(
         self,
         batch: Batch,
-        frozen: TargetHead,
+        target_head: TargetHead,
         trees: dict[str, Paths],
     ) -> dict[str, Tensor]:
         """Return sums over the supervised slots of a batch: loss terms, and how often each tree's levels are accepted.
 
         `eagle.drafters.parts.validation.figures` makes figures of them. `trees` are fixed trees by name.
         """
-        states, students = zip(*self.draft_levels(batch, frozen, self.levels), strict=True)
-        return validate_batch(batch, states, (students, frozen.logits), trees)
+        states, students = zip(*self.draft_levels(batch, target_head, self.levels), strict=True)
+        return validate_batch(batch, states, (students, target_head.logits), trees)
 
     def draft_levels(
         self,
         batch: Batch,
-        frozen: TargetHead,
+        target_head: TargetHead,
         levels: int,
     ) -> list[tuple[Tensor, Callable[[Tensor], Tensor]]]:
         """Return the inputs [S, D] of each level's LM head at the supervised slots, and the LM head."""
-        _, states = self.level_states(batch, frozen)
+        _, states = self.level_states(batch, target_head)
         return [
-            (state, self.head_of(level, frozen).logits)
+            (state, self.head_of(level, target_head).logits)
             for level, state in enumerate(states[:levels])
         ]
 
@@ -266,7 +270,7 @@ class LevelHeads(TrainableDrafter):
 
         If levels do not read tokens it is all levels of one state. The heads have no cache, so `context` has no effect.
         """
-        (frozen,) = self.frozen
+        target_head = self.target_head
         count = 1
         first = 0
         last = self.levels
@@ -275,21 +279,21 @@ class LevelHeads(TrainableDrafter):
             # a forward with all rows scored is a later level; the middle level represents all of them
             first = self.levels // 2 if scored == rows else 0
             last = first + 1
-        tokens = torch.zeros(1, count, dtype=torch.long, device=frozen.weight.device)
+        tokens = torch.zeros(1, count, dtype=torch.long, device=target_head.weight.device)
         start = torch.zeros(
             1, count, self.shape.hidden_size, dtype=self.dtype, device=tokens.device
         )
         with torch.inference_mode():
             for level in range(first):
-                start = self.read_token(level, start, tokens, frozen)
+                start = self.read_token(level, start, tokens, target_head)
 
         @torch.inference_mode()
         def run() -> list[Tensor]:
             state = start
             logits = []
             for level in range(first, last):
-                state = self.read_token(level, state, tokens, frozen)
-                logits.append(self.level_logits(level, state, frozen))
+                state = self.read_token(level, state, tokens, target_head)
+                logits.append(self.level_logits(level, state, target_head))
             return logits
 
         return run
@@ -336,7 +340,7 @@ class LevelState:
                 DraftRequest(update.root, self.lengths[row] + 1, budgets[row], self.noises[row])
             )
         # [B, H], on the device of the target's LM head
-        states = torch.cat(features).to(self.head.frozen[0].weight.device, self.head.dtype)
+        states = torch.cat(features).to(self.head.target_head.weight.device, self.head.dtype)
         return dict(zip(updates, grow_levels(self.head, requests, states), strict=True))
 
 
@@ -345,11 +349,11 @@ def grow_levels(
 ) -> list[DraftTree]:
     """Return the draft tree of each request, from the states [B, H] that level 0 reads."""
     requests = [replace(request, budget=request.budget.within(head.levels)) for request in requests]
-    (frozen,) = head.frozen
+    target_head = head.target_head
     # level 0 reads the root, the same token for all nodes of a tree
     roots = upload(torch.tensor([[request.root] for request in requests]), states.device)
-    levels = _Levels(head, head.read_token(0, states[:, None], roots, frozen))
-    first = head.level_logits(0, levels.first, frozen)[:, 0]
+    levels = _Levels(head, head.read_token(0, states[:, None], roots, target_head))
+    first = head.level_logits(0, levels.first, target_head)[:, 0]
     return grow_rows(requests, first, levels, sharpness=head.sharpness)
 
 
@@ -379,12 +383,12 @@ class _Levels(FollowsRows):
         The rows are those whose trees still grow. `parents` [B, K] are the nodes' indices in the level above, see
         `RowsLevel`.
         """
-        (frozen,) = self.head.frozen
+        target_head = self.head.target_head
         if depth == 1:
             self._begin()
         (self.state,) = self.keep_rows(rows, self.state)
         # independent levels have one state for all nodes
         if self.head.reads_tokens:
             parent_states = self.state.take_along_dim(parents[..., None], 1)
-            self.state = self.head.read_token(depth, parent_states, tokens, frozen)
-        return self.head.level_logits(depth, self.state, frozen)
+            self.state = self.head.read_token(depth, parent_states, tokens, target_head)
+        return self.head.level_logits(depth, self.state, target_head)

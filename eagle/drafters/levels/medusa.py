@@ -65,11 +65,11 @@ class Medusa(LevelHeads):
             [nn.Linear(width, shape.vocab_size, bias=False) for _ in range(lm_heads)]
         )
 
-    def start(self, frozen: TargetHead | None) -> None:
+    def start(self, target_head: TargetHead | None) -> None:
         """Let all levels predict the target's next token at first."""
-        if frozen is not None:
+        if target_head is not None:
             for lm_head in self.heads:
-                lm_head.weight.data.copy_(frozen.start_matrix())
+                lm_head.weight.data.copy_(target_head.start_matrix())
 
     @property
     def level_weights(self) -> Sequence[float]:
@@ -83,6 +83,6 @@ class Medusa(LevelHeads):
         hidden: Tensor = self.blocks[level](state)
         return hidden
 
-    def lm_heads(self, frozen: TargetHead) -> Sequence[LanguageHead]:
+    def lm_heads(self, target_head: TargetHead) -> Sequence[LanguageHead]:
         """Return each level's own LM head, or the target's for all levels."""
-        return [OwnHead(lm_head.weight) for lm_head in self.heads] or [frozen]
+        return [OwnHead(lm_head.weight) for lm_head in self.heads] or [target_head]

@@ -78,13 +78,15 @@ class MlpSpeculator(LevelHeads):
         state_weight = 0.5 ** (0.5 / settings.levels)
         self.token_ratio = math.sqrt((1 - state_weight**2) * inner / 2) / state_weight
 
-    def start(self, frozen: TargetHead | None) -> None:
+    def start(self, target_head: TargetHead | None) -> None:
         """Initialise all matrices with N(0, 1 / D)."""
         # `token_ratio` assumes this variance
         for module in (*self.emb, *self.proj, *self.head):
             nn.init.normal_(module.weight, std=self.emb[0].embedding_dim ** -0.5)
 
-    def read_token(self, level: int, state: Tensor, tokens: Tensor, frozen: TargetHead) -> Tensor:
+    def read_token(
+        self, level: int, state: Tensor, tokens: Tensor, target_head: TargetHead
+    ) -> Tensor:
         """Return a stage's state [.., D] from the stage before's state, or the target's [.., H], and tokens [..]."""
         # entries of a state have the variance 1/2
         if level == 0 and self.settings.scale_input:
@@ -99,6 +101,6 @@ class MlpSpeculator(LevelHeads):
         """Return the state itself, which the LM head reads."""
         return state
 
-    def lm_heads(self, frozen: TargetHead) -> Sequence[LanguageHead]:
+    def lm_heads(self, target_head: TargetHead) -> Sequence[LanguageHead]:
         """Return one LM head for each stage, or one for all."""
         return [OwnHead(lm_head.weight) for lm_head in self.head]

@@ -93,13 +93,13 @@ class BiasedHead:
     Its input is a state [.., D] and a code [.., r], concatenated to [.., D + r].
     """
 
-    frozen: TargetHead
+    target_head: TargetHead
     weight: Tensor  # [V, r], trained
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Return logits [.., V] of states and codes [.., D + r], written to `out` where a buffer is passed."""
         state, code = self._split(hidden.to(self.weight.dtype))
-        logits = self.frozen.logits(state, out=out)
+        logits = self.target_head.logits(state, out=out)
         if out is None:
             return logits.add_(code @ self.weight.T)
         return torch.addmm(logits, code, self.weight.T, out=out)
@@ -115,23 +115,23 @@ class BiasedHead:
             None if that head is linear; the states [.., D] if it transforms them before its matrix; else the derivative
             [.., V] of the target's logits by the values before their softcap.
         """
-        if self.frozen.is_linear:
+        if self.target_head.is_linear:
             return None
         state, code = self._split(hidden)
         # the softcap is the target's alone, so its slope follows from the logits without the bias
-        return self.frozen.slope(logits - code @ self.weight.T, state)
+        return self.target_head.slope(logits - code @ self.weight.T, state)
 
     def pull_back(self, gradient: Tensor, slope: Tensor | None) -> Tensor:
         """Return the gradient at states and codes [.., D + r] from the gradient at the logits."""
         # with a softcap the target's head overwrites the gradient that it gets, and the codes need it unchanged
         target_gradient = gradient if slope is None else gradient.clone()
         return torch.cat(
-            [self.frozen.pull_back(target_gradient, slope), gradient @ self.weight], dim=-1
+            [self.target_head.pull_back(target_gradient, slope), gradient @ self.weight], dim=-1
         )
 
     def cast(self, dtype: torch.dtype) -> BiasedHead:
         """Return this head in another precision, with gradients that reach its own matrix."""
-        return BiasedHead(self.frozen.cast(dtype), self.weight.to(dtype))
+        return BiasedHead(self.target_head.cast(dtype), self.weight.to(dtype))
 
     def _split(self, hidden: Tensor) -> tuple[Tensor, ...]:
         """Return the states [.., D], the target's head's input, and the codes [.., r], from which the bias is made."""
@@ -153,7 +153,7 @@ class SequenceTokens:
 
 
 def choose_teacher(
-    loss: Loss, batch: Batch, slot_indices: Tensor, frozen: LanguageHead
+    loss: Loss, batch: Batch, slot_indices: Tensor, target_head: LanguageHead
 ) -> tuple[Tensor, LanguageHead | None, Objective]:
     """Return what a head learns to predict two tokens after each slot: the arguments of `distillation_loss`.
 
@@ -161,7 +161,7 @@ def choose_teacher(
         loss: With "tokens" the teacher is the sequence's token, otherwise the target.
         batch: The sequences, with the target's states.
         slot_indices: [S], the index of each slot among all tokens.
-        frozen: The target's LM head.
+        target_head: The target's LM head.
 
     Returns:
         The teacher, tokens [S] or the target's states [S, D]; the LM head that maps the states to logits, None for
@@ -171,7 +171,7 @@ def choose_teacher(
         return batch.tokens.index_select(0, slot_indices + 2), None, Objective()
     # the target predicts token i + 2 from its state at token i + 1
     target_hidden = batch.select_taps((-1,))[:, 0]
-    return target_hidden.index_select(0, slot_indices + 1), frozen, Objective(loss)
+    return target_hidden.index_select(0, slot_indices + 1), target_head, Objective(loss)
 
 
 def feature_regression(predicted: Tensor, target_hidden: Tensor, weights: Tensor) -> Tensor:

@@ -160,15 +160,15 @@ class ReducedVocab:
         row_of[drafts] = torch.arange(len(drafts), device=tokens.device)
         return row_of[tokens], self.t2d[tokens]
 
-    def narrow_once(self, frozen: TargetHead, tokens: Tensor | None) -> TargetHead:
+    def narrow_once(self, target_head: TargetHead, tokens: Tensor | None) -> TargetHead:
         """Return the target's LM head with only the rows of these tokens; the whole head for None.
 
         A head always passes the same tokens: it is cut once for a target.
         """
         if tokens is None:
-            return frozen
-        if not self.narrowed or self.narrowed[0] is not frozen:
-            self.narrowed = frozen, frozen.narrow(tokens)
+            return target_head
+        if not self.narrowed or self.narrowed[0] is not target_head:
+            self.narrowed = target_head, target_head.narrow(tokens)
         return self.narrowed[1]
 
     def on_all_tokens(self, logits: Tensor) -> Tensor:

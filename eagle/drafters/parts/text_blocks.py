@@ -200,7 +200,7 @@ def probe_read(
         window: The head's window, which keeps fewer of the cached tokens.
     """
     # the target's embedding and LM head, which `bind` wraps in a tuple
-    (target_head,) = head.frozen
+    target_head = head.target_head
     # the columns of all blocks move together in one cache; each block has its own keys and values in it
     cache = SlotCache()
     caches = [Cache(cache, block) for block in head.layers]

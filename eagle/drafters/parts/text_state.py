@@ -36,7 +36,11 @@ class TextHead(Protocol):
 
     layers: Any
     rotary: Rotary
-    frozen: tuple[TargetHead, ...]
+
+    @property
+    def target_head(self) -> TargetHead:
+        """The target's embedding and LM head."""
+        ...
 
     @property
     def query_groups(self) -> int:
@@ -54,7 +58,7 @@ class TextHead(Protocol):
         tables: tuple[Tensor, Tensor],
         mask: Tensor | None,
         caches: Sequence[Cache | None],
-        frozen: TargetHead,
+        target_head: TargetHead,
     ) -> Tensor:
         """Return the states [B, T, H] after tokens [B, T], each of which is read with a state of `hidden` [B, T, H].
 
@@ -64,7 +68,7 @@ class TextHead(Protocol):
             tables: Rotary tables [B or 1, T, w].
             mask: The additive mask [B, 1, T, S]; None for a causal mask.
             caches: The cache of each block.
-            frozen: The target's embedding and LM head.
+            target_head: The target's embedding and LM head.
         """
         ...
 
@@ -235,7 +239,7 @@ class TextState:
         mask = self._mask(starts, counts)
         tables = rotary_tables(head.rotary, hidden, positions)
         self.cache.set_write_offset(slots, starts)
-        states = head.read(tokens, hidden, tables, mask, self.blocks, head.frozen[0])
+        states = head.read(tokens, hidden, tables, mask, self.blocks, head.target_head)
         for slot, count in zip(slots, new, strict=True):
             self.cache.lengths[slot] += count
         self._drop_unseen(slots)

@@ -64,7 +64,9 @@ class BlockState(HeadState):
             tokens += [update.tokens[1:], torch.tensor([update.root])]
             features.append(update.features[:, 0])
         hidden = torch.cat(features).to(self.device, self.dtype)
-        embedded = self.head.frozen[0].embed(upload(torch.cat(tokens), self.device)).to(self.dtype)
+        embedded = self.head.target_head.embed(upload(torch.cat(tokens), self.device)).to(
+            self.dtype
+        )
         entered: Tensor = self.head.enter(embedded, hidden)
         return entered.split([len(update.tokens) for update in updates.values()])
 
@@ -137,7 +139,7 @@ class _BlockLevels(Levels):
         """Begin the drafts of B rows, from the states `hidden` [B, k, H] of the roots' blocks; else as in `Levels`."""
         super().__init__(state, cache_rows, hidden, *inputs)
         # of the roots' blocks, whose states `root_states` are [B, 1, k, H]
-        self.root_logits: Tensor = state.head.logits(self.root_states, state.head.frozen[0])
+        self.root_logits: Tensor = state.head.logits(self.root_states, state.head.target_head)
 
     def _begin(self) -> None:
         """Reset to the roots' blocks, for a new draft.
@@ -220,10 +222,10 @@ class _BlockLevels(Levels):
         )
         mask = level_mask(committed, slot_mask, state.head.query_groups)
         output = state.head.read(
-            tokens, hidden, tables, mask, state.blocks, frozen=state.head.frozen[0]
+            tokens, hidden, tables, mask, state.blocks, target_head=state.head.target_head
         )
         self.states = output.unflatten(1, (count, size))
-        self.logits = state.head.logits(self.states, state.head.frozen[0])
+        self.logits = state.head.logits(self.states, state.head.target_head)
         # every node now follows its own block
         self.path = []
         self.block_index = torch.arange(count, device=device).expand(batch, -1)

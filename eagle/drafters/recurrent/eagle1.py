@@ -24,11 +24,11 @@ class Eagle1(FeatureHead):
     Settings = Eagle1Settings
     settings: Eagle1Settings
 
-    def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
+    def forward(self, batch: Batch, target_head: TargetHead) -> dict[str, Tensor]:
         """Return Smooth-L1 of the features plus cross-entropy of the probs, at supervised slots, with their weights."""
         settings = self.settings
         # the third result is the cross-entropy by step, and there is one step
-        regression, entropy, _ = self.losses(batch, frozen, Objective())
+        regression, entropy, _ = self.losses(batch, target_head, Objective())
         # L = w_reg * SmoothL1(f, f') + w_cls * CE(softmax(head(f)), softmax(head(f')))
         return {
             "total": settings.regression * regression + settings.cross_entropy * entropy,

@@ -57,13 +57,13 @@ class Eagle3(FusedHead):
         """Return the state that the next level reads: the block's output, normed if `norm_output` is set."""
         return self.norm(state) if self.settings.norm_output else state
 
-    def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
+    def forward(self, batch: Batch, target_head: TargetHead) -> dict[str, Tensor]:
         """Return the distillation loss over all draft steps, plus the regression loss if it has a weight.
 
         A slot counts in a step if a draft that began that many slots earlier reaches it.
         """
         settings = self.settings
-        unrolled = self.unroll(batch, frozen, settings.steps)
+        unrolled = self.unroll(batch, target_head, settings.steps)
         in_draft_vocab = None
         if self.drafts is not None:
             # slot i predicts token i + 2; a token outside the draft vocabulary ends every draft that reaches it
@@ -73,11 +73,16 @@ class Eagle3(FusedHead):
         student = align_steps(self.norm(state) for state in unrolled.states)  # [steps, S, H]
         # the target predicts token i + 2 from its state i + 1
         target_hidden = batch.select_taps((-1,))[:, 0].index_select(0, unrolled.places + 1)
-        heads = OwnHead(self.lm_head.weight), self.narrow_once(frozen, self.drafts)
+        heads = OwnHead(self.lm_head.weight), self.narrow_once(target_head, self.drafts)
         objective = Objective(settings.loss)
         # the dtype of the target's head for products of both heads, as autocast would choose
         total, step_losses = distillation_loss(
-            student, target_hidden, weights, heads, objective=objective, dtype=frozen.weight.dtype
+            student,
+            target_hidden,
+            weights,
+            heads,
+            objective=objective,
+            dtype=target_head.weight.dtype,
         )
         losses = {
             "total": total,

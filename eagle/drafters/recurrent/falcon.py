@@ -113,7 +113,7 @@ class Falcon(TrainableDrafter):
         cls,
         settings: FalconSettings,
         target_config: Any,
-        frozen: TargetHead | None = None,
+        target_head: TargetHead | None = None,
         supervised: Iterable[Tensor] | None = None,
     ) -> Falcon:
         """Return a new head with the target's width."""
@@ -160,19 +160,19 @@ class Falcon(TrainableDrafter):
         tables: Pair,
         mask: Tensor | None,
         caches: Sequence[Cache | None],
-        frozen: TargetHead,
+        target_head: TargetHead,
     ) -> Tensor:
         """Return the head's states [B, T, H] at slots that read tokens [B, T] and states [B, T, H].
 
         The other arguments are those of `eagle.drafters.parts.text_state.TextHead.read`.
         """
-        entered = self.enter(frozen.embed(tokens).to(hidden.dtype), hidden)
+        entered = self.enter(target_head.embed(tokens).to(hidden.dtype), hidden)
         output: Tensor = self.layers[0](entered, tables, mask, caches[0])
         return output
 
-    def logits(self, state: Tensor, frozen: TargetHead) -> Tensor:
+    def logits(self, state: Tensor, target_head: TargetHead) -> Tensor:
         """Return the target's logits of a state."""
-        return frozen.logits(state)
+        return target_head.logits(state)
 
     # -- blocks of sequences ------------------------------------------------------------------------------------------
 
@@ -224,20 +224,24 @@ class Falcon(TrainableDrafter):
 
     # -- training -----------------------------------------------------------------------------------------------------
 
-    def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
+    def forward(self, batch: Batch, target_head: TargetHead) -> dict[str, Tensor]:
         """Return Smooth-L1 of the states plus cross-entropy of the probs, at blocks that do not overlap."""
         settings = self.settings
-        states, answer_states, weights = self.training_states(batch, frozen)
+        states, answer_states, weights = self.training_states(batch, target_head)
         # L = w_reg * SmoothL1(f, f') + w_cls * CE(softmax(head(f)), softmax(head(f')))
         regression = feature_regression(states[None], answer_states, weights[None])
-        entropy, _ = distillation_loss(states[None], answer_states, weights[None], (frozen, frozen))
+        entropy, _ = distillation_loss(
+            states[None], answer_states, weights[None], (target_head, target_head)
+        )
         return {
             "total": settings.regression * regression + settings.cross_entropy * entropy,
             "regression": regression.detach(),
             "block_cross_entropy": entropy.detach(),
         }
 
-    def training_states(self, batch: Batch, frozen: TargetHead) -> tuple[Tensor, Tensor, Tensor]:
+    def training_states(
+        self, batch: Batch, target_head: TargetHead
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the head's states at the slots of training blocks, and the target's states that they should equal.
 
         The answer of a slot is the token and the target's state that it has to predict. In training some slots read
@@ -262,7 +266,7 @@ class Falcon(TrainableDrafter):
         drop = self._dropout(batch)
 
         def read(tokens: Tensor, hidden: Tensor) -> Tensor:
-            entered = self.enter(frozen.embed(tokens).to(hidden.dtype), hidden, drop)
+            entered = self.enter(target_head.embed(tokens).to(hidden.dtype), hidden, drop)
             return self.read_text(entered, tables, blocks)[0].flatten(0, 1)
 
         if self.training and settings.noise:
@@ -270,7 +274,9 @@ class Falcon(TrainableDrafter):
         if self.training and (settings.glance_from or settings.glance_to):
             # a first pass without gradients finds the slots whose likeliest token is wrong
             with torch.no_grad():
-                wrong = likeliest(read(tokens, hidden), frozen) != likeliest(answer_states, frozen)
+                wrong = likeliest(read(tokens, hidden), target_head) != likeliest(
+                    answer_states, target_head
+                )
             glanced = blocks.glance(
                 wrong.view_as(counted) & counted, self.glanced_share(batch.progress)
             )
@@ -305,7 +311,7 @@ class Falcon(TrainableDrafter):
     def validate(
         self,
         batch: Batch,
-        frozen: TargetHead,
+        target_head: TargetHead,
         trees: dict[str, Paths],
     ) -> dict[str, Tensor]:
         """Return sums over the supervised slots of a batch: loss terms, and how often each tree's levels are accepted.
@@ -315,16 +321,16 @@ class Falcon(TrainableDrafter):
         """
         drafted = replace(batch, loss_mask=drafted_mask(batch, self.size))
         max_depth = max(len(path) for paths in trees.values() for path in paths)
-        states = [state for state, _ in self.draft_levels(drafted, frozen, max_depth)]
+        states = [state for state, _ in self.draft_levels(drafted, target_head, max_depth)]
         sums = validate_batch(
-            drafted, states, ([frozen.logits] * len(states), frozen.logits), trees
+            drafted, states, ([target_head.logits] * len(states), target_head.logits), trees
         )
         missed = batch.slots - drafted.slots
         if missed and sums:
             # a slot without a block gets the cross-entropy of a uniform guess, and reaches the first level of every
             # tree, where nothing is accepted
             sums["slots"] += missed
-            sums["cross_entropy"] += missed * math.log(len(frozen.weight))
+            sums["cross_entropy"] += missed * math.log(len(target_head.weight))
             for name in trees:
                 sums[f"{name}/reached"][0] += missed
         return sums
@@ -332,7 +338,7 @@ class Falcon(TrainableDrafter):
     def draft_levels(
         self,
         batch: Batch,
-        frozen: TargetHead,
+        target_head: TargetHead,
         levels: int,
     ) -> list[tuple[Tensor, Callable[[Tensor], Tensor]]]:
         """Return each level's states [S, H] at the supervised slots, and the target's LM head.
@@ -345,7 +351,7 @@ class Falcon(TrainableDrafter):
         blocks = SlotBlocks.everywhere(batch, size)
         token_indices, positions, _ = text_slots(batch, device)
         features = batch.select_taps(self.taps)[:, 0].to(self.dtype)
-        embedded = frozen.embed(batch.tokens).to(features.dtype)
+        embedded = target_head.embed(batch.tokens).to(features.dtype)
         tables_at = position_tables(
             self.rotary, features, max(batch.lengths, default=0) + levels + size
         )
@@ -370,7 +376,7 @@ class Falcon(TrainableDrafter):
             block_pairs += self._slot_pairs(entered, tables)
             states = self.read_blocks(entered, tables, context, blocks, block_pairs)
             level_states += states
-        return [(state, frozen.logits) for state in level_states[:levels]]
+        return [(state, target_head.logits) for state in level_states[:levels]]
 
     def _slot_pairs(self, entered: Tensor, tables: Pair) -> list[Pair]:
         """Return the keys and values of blocks, a pair [heads, A, w] for each of the k slots, in their order.
@@ -414,16 +420,16 @@ class Falcon(TrainableDrafter):
 
         @torch.inference_mode()
         def run() -> Tensor:
-            return self.logits(read()[0, -scored:], self.frozen[0])
+            return self.logits(read()[0, -scored:], self.target_head)
 
         return run
 
 
-def likeliest(states: Tensor, frozen: TargetHead) -> Tensor:
+def likeliest(states: Tensor, target_head: TargetHead) -> Tensor:
     """Return the likeliest token [R] for each state [R, H], with the target's LM head."""
     # `max` gives the same as `argmax`, which takes four times as long in bf16 on CPUs; the states are split because
     # logits of all rows may not fit in memory
-    return torch.cat([frozen.logits(rows).max(-1).indices for rows in states.split(ROWS)])
+    return torch.cat([target_head.logits(rows).max(-1).indices for rows in states.split(ROWS)])
 
 
 def replace_rows(rows: Tensor, slots: Tensor, marked: Tensor, replacements: Tensor) -> Tensor:

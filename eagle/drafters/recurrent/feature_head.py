@@ -83,7 +83,7 @@ class FeatureHead(UnrolledDrafter):
         cls,
         settings: FeatureSettings,
         target_config: Any,
-        frozen: TargetHead | None = None,
+        target_head: TargetHead | None = None,
         supervised: Iterable[Tensor] | None = None,
     ) -> FeatureHead:
         """Return a new head with the target's sizes, but for the settings' MLP width."""
@@ -129,16 +129,16 @@ class FeatureHead(UnrolledDrafter):
         fused = tokens + F.linear(hidden, self.fc.weight[:, -hidden.shape[-1] :])
         return fused, fused
 
-    def logits(self, state: Tensor, frozen: TargetHead) -> Tensor:
+    def logits(self, state: Tensor, target_head: TargetHead) -> Tensor:
         """Return the target's logits of the feature."""
-        return frozen.logits(state)
+        return target_head.logits(state)
 
     # -- training -----------------------------------------------------------------------------------------------------
 
     def losses(
         self,
         batch: Batch,
-        frozen: TargetHead,
+        target_head: TargetHead,
         objective: Objective,
         steps: int = 1,
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -146,7 +146,7 @@ class FeatureHead(UnrolledDrafter):
 
         Args:
             batch: The sequences, with the target's states.
-            frozen: The target's LM head, for student and teacher.
+            target_head: The target's LM head, for student and teacher.
             objective: The divergence from the target's probs.
             steps: The number of draft steps: 1 trains on the target's features only (EAGLE-1).
 
@@ -156,7 +156,7 @@ class FeatureHead(UnrolledDrafter):
         """
         # no gradient flows from a step to the features that it reads, as published
         unrolled = self.unroll(
-            batch, frozen, steps, detach=True, add_noise=partial(self._add_noise, batch)
+            batch, target_head, steps, detach=True, add_noise=partial(self._add_noise, batch)
         )
         # [S, H]: slot i predicts the target's state i + 1
         target_hidden = batch.select_taps((-1,))[:, 0].index_select(0, unrolled.places + 1)
@@ -164,7 +164,7 @@ class FeatureHead(UnrolledDrafter):
         weights = step_weights(unrolled.places, steps)
         # Student and teacher are compared by the rows of one matrix. The products with it are most of a training step
         # where the vocabulary is large.
-        lm_head = self.narrow_once(frozen, self.loss_tokens)
+        lm_head = self.narrow_once(target_head, self.loss_tokens)
         loss, step_losses = distillation_loss(
             student, target_hidden, weights, (lm_head, lm_head), objective
         )

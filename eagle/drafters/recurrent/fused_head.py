@@ -98,7 +98,7 @@ class FusedHead(UnrolledDrafter):
         cls,
         settings: Any,
         target_config: Any,
-        frozen: TargetHead | None = None,
+        target_head: TargetHead | None = None,
         supervised: Iterable[Tensor] | None = None,
     ) -> FusedHead:
         """Return a new head with the target's sizes.
@@ -106,8 +106,8 @@ class FusedHead(UnrolledDrafter):
         Args:
             settings: Of the recipe.
             target_config: The target's config.
-            frozen: The target's LM head, from whose rows of the draft vocabulary the head's own LM head starts, if the
-                settings say so.
+            target_head: The target's LM head. The head's own LM head starts from its rows of the draft vocabulary, if
+                the settings say so.
             supervised: The supervised tokens of each sequence; the most frequent become the draft vocabulary if the
                 settings give its size.
         """
@@ -122,11 +122,11 @@ class FusedHead(UnrolledDrafter):
         if settings.queries == "keys":
             head.layers[0].self_attn.start_from_keys()
         if settings.lm_head == "target":
-            if frozen is None:
+            if target_head is None:
                 raise ValueError(
-                    "drafter.lm_head is 'target', whose head was not given: call for_target with `frozen`"
+                    "drafter.lm_head is 'target', whose head was not given: call for_target with `target_head`"
                 )
-            rows = frozen.start_matrix()
+            rows = target_head.start_matrix()
             if head.drafts is not None:
                 rows = rows[drafts.to(rows.device)]
             head.lm_head.weight.data.copy_(rows)
@@ -139,15 +139,15 @@ class FusedHead(UnrolledDrafter):
             {"intermediate_size": settings.intermediate_size} if settings.intermediate_size else {}
         )
 
-    def bind(self, frozen: TargetHead) -> FusedHead:
+    def bind(self, target_head: TargetHead) -> FusedHead:
         """Give the head the target's embedding and LM head, which it needs to draft.
 
         If the target's LM head is packed in oneDNN's layout, which is faster on CPUs, the head's own LM head is packed
         too.
         """
-        if isinstance(frozen.output, PackedHead):
+        if isinstance(target_head.output, PackedHead):
             pack_head(self.lm_head)
-        super().bind(frozen)
+        super().bind(target_head)
         return self
 
     # -- one level ----------------------------------------------------------------------------------------------------
@@ -178,6 +178,6 @@ class FusedHead(UnrolledDrafter):
         """Return the inputs of the first block: the projected tokens, the normed state and the residual."""
         return tokens, *self.layers[0].norm_hidden(hidden)
 
-    def logits(self, state: Tensor, frozen: TargetHead) -> Tensor:
+    def logits(self, state: Tensor, target_head: TargetHead) -> Tensor:
         """Return the logits [.., D] of the head's own LM head."""
         return self.lm_head(self.norm(state))

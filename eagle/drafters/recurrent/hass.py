@@ -28,11 +28,11 @@ class Hass(FeatureHead):
     Settings = HassSettings
     settings: HassSettings
 
-    def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
+    def forward(self, batch: Batch, target_head: TargetHead) -> dict[str, Tensor]:
         """Return EAGLE-1's loss plus the loss on the target's top-k tokens, summed over the draft steps."""
         settings = self.settings
         objective = Objective(weight=settings.cross_entropy, top=settings.top, top_k=settings.top_k)
-        regression, loss, step_losses = self.losses(batch, frozen, objective, settings.steps)
+        regression, loss, step_losses = self.losses(batch, target_head, objective, settings.steps)
         # the objective has already weighted the cross-entropy and the top-k loss
         return {
             "total": settings.regression * regression + loss,

@@ -52,7 +52,7 @@ class LevelHead(TextHead, Protocol):
         """Return the state that the next level reads, from a state that the head made."""
         ...
 
-    def logits(self, state: Tensor, frozen: TargetHead) -> Tensor:
+    def logits(self, state: Tensor, target_head: TargetHead) -> Tensor:
         """Return [.., D], the logits of states."""
         ...
 
@@ -105,7 +105,7 @@ class HeadState(TextState):
         inputs = self._draft_inputs(self._unlike_rows(cache_rows), columns, depth)
         levels = Levels(self, cache_rows, hidden, *inputs)
         return grow_rows(
-            requests, self.head.logits(hidden, self.head.frozen[0]), levels, self.drafts
+            requests, self.head.logits(hidden, self.head.target_head), levels, self.drafts
         )
 
     def _grow_static(
@@ -152,7 +152,7 @@ class HeadState(TextState):
                 DraftRequest(root=0, position=0, budget=budget, noise=noise) for noise in row_noises
             ]
             levels = Levels(self, cache_rows, hidden, cosine, sine, committed)
-            first = self.head.logits(hidden, self.head.frozen[0])
+            first = self.head.logits(hidden, self.head.target_head)
             return grow_without_roots(static_requests, first, levels, self.drafts)[0].columns
 
         # a graph is valid for one set of shapes, for these noises' filters, and as long as the cache's buffers are not
@@ -291,9 +291,9 @@ class Levels(FollowsRows):
             [self.cache_rows[row] for row in rows], [self.start + begin] * len(rows)
         )
         self.hidden = head.read(
-            tokens, head.next_input(parent_states), tables, mask, state.blocks, head.frozen[0]
+            tokens, head.next_input(parent_states), tables, mask, state.blocks, head.target_head
         )
-        logits: Tensor = head.logits(self.hidden, head.frozen[0])
+        logits: Tensor = head.logits(self.hidden, head.target_head)
         return logits
 
     def _inputs_at(self, levels: slice) -> tuple[tuple[Tensor, Tensor], Tensor]:

@@ -121,7 +121,7 @@ class Mtp(UnrolledDrafter):
         cls,
         settings: MtpSettings,
         target_config: Any,
-        frozen: TargetHead | None = None,
+        target_head: TargetHead | None = None,
         supervised: Iterable[Tensor] | None = None,
         weights: Weights | None = None,
     ) -> Mtp:
@@ -130,7 +130,7 @@ class Mtp(UnrolledDrafter):
         Args:
             settings: Of the recipe.
             target_config: The target's config.
-            frozen: Not used.
+            target_head: Not used.
             supervised: Not used.
             weights: Returns a target's tensor by its name; None for a random head.
         """
@@ -226,29 +226,29 @@ class Mtp(UnrolledDrafter):
         """Return the normed state, which the next level reads in place of the target's."""
         return self.norm(state)
 
-    def logits(self, state: Tensor, frozen: TargetHead) -> Tensor:
+    def logits(self, state: Tensor, target_head: TargetHead) -> Tensor:
         """Return the target's logits of the normed state."""
-        return frozen.logits(self.norm(state))
+        return target_head.logits(self.norm(state))
 
     # -- training -----------------------------------------------------------------------------------------------------
 
-    def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
+    def forward(self, batch: Batch, target_head: TargetHead) -> dict[str, Tensor]:
         """Return the distillation loss over all draft steps.
 
         A slot counts in a step if a draft that began that many slots earlier reaches it.
         """
         settings = self.settings
-        unrolled = self.unroll(batch, frozen, settings.steps)
+        unrolled = self.unroll(batch, target_head, settings.steps)
         # FastMTP's L = sum_s decay^s L_s / sum_s decay^s
         weights = step_weights(unrolled.places, settings.steps, decay=settings.decay)
         weights = weights / sum(settings.decay**step for step in range(settings.steps))
         student = align_steps(self.norm(state) for state in unrolled.states)
         teacher, teacher_head, objective = choose_teacher(
-            settings.loss, batch, unrolled.places, frozen
+            settings.loss, batch, unrolled.places, target_head
         )
-        heads = frozen, teacher_head
+        heads = target_head, teacher_head
         total, step_losses = distillation_loss(
-            student, teacher, weights, heads, objective=objective, dtype=frozen.weight.dtype
+            student, teacher, weights, heads, objective=objective, dtype=target_head.weight.dtype
         )
         return {
             "total": total,

@@ -113,7 +113,7 @@ class UnrolledDrafter(CompiledParts, ReducedVocab, TrainableDrafter):
         """
 
     @abstractmethod
-    def logits(self, state: Tensor, frozen: TargetHead) -> Tensor:
+    def logits(self, state: Tensor, target_head: TargetHead) -> Tensor:
         """Return the logits [.., V or D] of states [.., H]."""
 
     def next_input(self, state: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ class UnrolledDrafter(CompiledParts, ReducedVocab, TrainableDrafter):
     def unroll(
         self,
         batch: Batch,
-        frozen: TargetHead,
+        target_head: TargetHead,
         steps: int,
         *,
         detach: bool = False,
@@ -139,7 +139,7 @@ class UnrolledDrafter(CompiledParts, ReducedVocab, TrainableDrafter):
 
         Args:
             batch: The sequences, with the target's features.
-            frozen: The target's embedding.
+            target_head: The target's embedding.
             steps: The number of steps, the levels of the draft.
             detach: Whether to stop the gradient from a step to the step before.
             add_noise: Applied to the target's features.
@@ -147,7 +147,9 @@ class UnrolledDrafter(CompiledParts, ReducedVocab, TrainableDrafter):
         slots, positions, spans = text_slots(batch, batch.tokens.device, self.window)
         dtype = self.layers[0].mlp.up_proj.weight.dtype
         features = add_noise(batch.select_taps(self.taps)[slots].to(dtype))
-        tokens = self.project_tokens(frozen.embed(batch.tokens).to(dtype))  # [N, P], for all steps
+        tokens = self.project_tokens(
+            target_head.embed(batch.tokens).to(dtype)
+        )  # [N, P], for all steps
         tables_at = position_tables(self.rotary, features, max(batch.lengths, default=0) + steps)
         inputs = self.block_inputs(tokens.index_select(0, slots + 1), self.fuse_taps(features))
         context, inputs = read_context(
@@ -221,7 +223,7 @@ class UnrolledDrafter(CompiledParts, ReducedVocab, TrainableDrafter):
     def validate(
         self,
         batch: Batch,
-        frozen: TargetHead,
+        target_head: TargetHead,
         trees: dict[str, Paths],
     ) -> dict[str, Tensor]:
         """Return sums over the supervised slots of a batch: loss terms, and how often each tree's levels are accepted.
@@ -229,28 +231,28 @@ class UnrolledDrafter(CompiledParts, ReducedVocab, TrainableDrafter):
         `eagle.drafters.parts.validation.figures` makes figures of them. `trees` are fixed trees by name.
         """
         steps = max(len(path) for paths in trees.values() for path in paths)
-        states = self.level_states(batch, frozen, steps)
+        states = self.level_states(batch, target_head, steps)
 
         def logits(state: Tensor) -> Tensor:
-            return self.on_all_tokens(self.logits(state, frozen))
+            return self.on_all_tokens(self.logits(state, target_head))
 
-        return validate_batch(batch, states, ([logits] * len(states), frozen.logits), trees)
+        return validate_batch(batch, states, ([logits] * len(states), target_head.logits), trees)
 
     def draft_levels(
         self,
         batch: Batch,
-        frozen: TargetHead,
+        target_head: TargetHead,
         levels: int,
     ) -> list[tuple[Tensor, Callable[[Tensor], Tensor]]]:
         """Return each level's states [S, H] at the supervised slots, and the function that makes logits of them."""
         return [
-            (state, lambda state: self.logits(state, frozen))
-            for state in self.level_states(batch, frozen, levels)
+            (state, lambda state: self.logits(state, target_head))
+            for state in self.level_states(batch, target_head, levels)
         ]
 
-    def level_states(self, batch: Batch, frozen: TargetHead, levels: int) -> list[Tensor]:
+    def level_states(self, batch: Batch, target_head: TargetHead, levels: int) -> list[Tensor]:
         """Return each level's states [S, H] at all supervised slots."""
-        return self.unroll(batch, frozen, levels).states
+        return self.unroll(batch, target_head, levels).states
 
     # -- drafting -----------------------------------------------------------------------------------------------------
 
@@ -265,14 +267,14 @@ class UnrolledDrafter(CompiledParts, ReducedVocab, TrainableDrafter):
         tables: Pair,
         mask: Tensor | None,
         caches: Sequence[Cache | None],
-        frozen: TargetHead,
+        target_head: TargetHead,
     ) -> Tensor:
         """Return the states [B, T, H] after tokens [B, T], each of which is read with a state [B, T, H].
 
         The arguments are those of `eagle.drafters.parts.text_state.TextHead.read`.
         """
         # only the first block reads the tokens
-        embedded = frozen.embed(tokens).to(hidden.dtype)
+        embedded = target_head.embed(tokens).to(hidden.dtype)
         state = self.first_block(embedded, hidden, tables, mask, caches[0])
         for block, cache in zip(self.layers[1:], caches[1:], strict=True):
             state = block(state, tables, mask, cache)
@@ -297,11 +299,11 @@ class UnrolledDrafter(CompiledParts, ReducedVocab, TrainableDrafter):
 
         It computes logits of the last `scored` of them.
         """
-        (frozen,) = self.frozen
+        target_head = self.target_head
         read = probe_read(self, context, rows, self.window)
 
         @torch.inference_mode()
         def run() -> Tensor:
-            return self.logits(read()[0, -scored:], frozen)
+            return self.logits(read()[0, -scored:], target_head)
 
         return run

@@ -89,7 +89,7 @@ class EarlyExitAdapter(ExitDrafter, TrainableDrafter):
         cls,
         settings: EarlyExitAdapterSettings,
         target_config: Any,
-        frozen: TargetHead | None = None,
+        target_head: TargetHead | None = None,
         supervised: Iterable[Tensor] | None = None,
         weights: Callable[[str], Tensor] | None = None,
     ) -> EarlyExitAdapter:
@@ -139,7 +139,7 @@ class EarlyExitAdapter(ExitDrafter, TrainableDrafter):
             level_states.append(self.adapt(states.index_select(0, following)))
         return slot_indices, level_states
 
-    def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
+    def forward(self, batch: Batch, target_head: TargetHead) -> dict[str, Tensor]:
         """Return the distillation loss of one level: all levels do the same, as each reads the target's own states."""
         slot_indices, (student,) = self.exit_states(batch, 1)
         # the target predicts token i + 2 from its state at token i + 1
@@ -148,9 +148,9 @@ class EarlyExitAdapter(ExitDrafter, TrainableDrafter):
             student[None],
             target_hidden,
             step_weights(slot_indices, 1),
-            (frozen, frozen),
+            (target_head, target_head),
             objective=Objective(self.settings.loss),
-            dtype=frozen.weight.dtype,
+            dtype=target_head.weight.dtype,
         )
         return {"total": total, "draft_probs/0": total.detach()}
 
@@ -158,26 +158,28 @@ class EarlyExitAdapter(ExitDrafter, TrainableDrafter):
     def validate(
         self,
         batch: Batch,
-        frozen: TargetHead,
+        target_head: TargetHead,
         trees: dict[str, Paths],
     ) -> dict[str, Tensor]:
         """Return validation sums: how far each tree would be accepted, and the agreement with the target's probs."""
         levels = max(len(path) for paths in trees.values() for path in paths)
         _, states = self.exit_states(batch, levels)
-        return validate_batch(batch, states, ([frozen.logits] * levels, frozen.logits), trees)
+        return validate_batch(
+            batch, states, ([target_head.logits] * levels, target_head.logits), trees
+        )
 
     def draft_levels(
         self,
         batch: Batch,
-        frozen: TargetHead,
+        target_head: TargetHead,
         levels: int,
     ) -> list[tuple[Tensor, Callable[[Tensor], Tensor]]]:
         """Return each level's states [S, H], and the target's LM head."""
         _, states = self.exit_states(batch, levels)
-        return [(state, frozen.logits) for state in states]
+        return [(state, target_head.logits) for state in states]
 
     # -- drafting -----------------------------------------------------------------------------------------------------
 
     def exit_logits(self, hidden: Tensor, view: Any) -> Tensor:
         """Return [.., V], by adapter and LM head."""
-        return self.frozen[0].logits(self.adapt(hidden))
+        return self.target_head.logits(self.adapt(hidden))

@@ -105,7 +105,7 @@ class Spire(TrainableDrafter):
         cls,
         settings: SpireSettings,
         target_config: Any,
-        frozen: TargetHead | None = None,
+        target_head: TargetHead | None = None,
         supervised: Iterable[Tensor] | None = None,
         weights: Weights | None = None,
     ) -> Spire:
@@ -147,14 +147,14 @@ class Spire(TrainableDrafter):
 
     # -- training ------------------------------------------------------------------------------------------------------
 
-    def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
+    def forward(self, batch: Batch, target_head: TargetHead) -> dict[str, Tensor]:
         """Return the loss: cross-entropy from the target's probs, blended with 1 - overlap, summed over the passes.
 
         Pass s, counted from 1, runs level s of all drafts: it predicts the token s + 1 positions after a slot.
         """
         settings = self.settings
         spans, weights = self.training_slots(batch, batch.tokens.device)
-        slot_indices, states = self.unroll(batch, frozen, spans, settings.steps)
+        slot_indices, states = self.unroll(batch, target_head, spans, settings.steps)
         target_hidden = batch.select_taps((-1,))[:, 0]
         objective = Objective("hybrid", blend=settings.cross_entropy)
         losses = []
@@ -167,7 +167,7 @@ class Spire(TrainableDrafter):
                 teacher,
                 weight[None],
                 # student and teacher share the target's LM head
-                (frozen, frozen),
+                (target_head, target_head),
                 objective=objective,
             )
             losses.append(loss)
@@ -208,7 +208,7 @@ class Spire(TrainableDrafter):
     def unroll(
         self,
         batch: Batch,
-        frozen: TargetHead,
+        target_head: TargetHead,
         spans: Spans,
         steps: int,
     ) -> tuple[Tensor, list[Tensor]]:
@@ -236,7 +236,7 @@ class Spire(TrainableDrafter):
         for step in range(1, steps + 1):
             tables = tables_at(positions + step)
             following = batch.places_behind(slot_indices, step)
-            states = [frozen.embed(batch.tokens.index_select(0, following)).to(features.dtype)]
+            states = [target_head.embed(batch.tokens.index_select(0, following)).to(features.dtype)]
             for block, pair, drafted in zip(self.layers, context, memory_pairs, strict=True):
                 inputs = block.inputs(states[-1])
                 states.append(
@@ -260,25 +260,27 @@ class Spire(TrainableDrafter):
     def validate(
         self,
         batch: Batch,
-        frozen: TargetHead,
+        target_head: TargetHead,
         trees: dict[str, Paths],
     ) -> dict[str, Tensor]:
         """Return validation sums: how far each tree would be accepted, and the agreement with the target's probs."""
         steps = max(len(path) for paths in trees.values() for path in paths)
-        states, students = zip(*self.draft_levels(batch, frozen, steps), strict=True)
-        return validate_batch(batch, states, (students, frozen.logits), trees)
+        states, students = zip(*self.draft_levels(batch, target_head, steps), strict=True)
+        return validate_batch(batch, states, (students, target_head.logits), trees)
 
     def draft_levels(
         self,
         batch: Batch,
-        frozen: TargetHead,
+        target_head: TargetHead,
         levels: int,
     ) -> list[tuple[Tensor, Callable[[Tensor], Tensor]]]:
         """Return each level's states [S, H], and the target's LM head."""
         _, _, spans = text_slots(batch, batch.tokens.device)
         # the spans of all supervised slots, which were made without the window
-        _, states = self.unroll(batch, frozen, replace(spans, window=self.settings.window), levels)
-        return [(state, frozen.logits) for state in states]
+        _, states = self.unroll(
+            batch, target_head, replace(spans, window=self.settings.window), levels
+        )
+        return [(state, target_head.logits) for state in states]
 
     # -- drafting -----------------------------------------------------------------------------------------------------
 
@@ -302,7 +304,7 @@ class Spire(TrainableDrafter):
             mask: [B, 1, groups * T, C], added to the scores; `groups` query heads share a key.
         """
         width = self.shape.head_dim
-        states = [self.frozen[0].embed(tokens).to(memory.dtype)]
+        states = [self.target_head.embed(tokens).to(memory.dtype)]
         for layer_index, block in enumerate(self.layers):
             normed, residual = block.inputs(states[-1])
             query = block.self_attn.q_proj(normed).unflatten(-1, (-1, width)).transpose(1, 2)
@@ -319,7 +321,7 @@ class Spire(TrainableDrafter):
 
     def logits(self, states: Tensor) -> Tensor:
         """Return logits [.., V] by the final norm and the target's LM head, of the last of states [.., 1 + n, H]."""
-        return self.frozen[0].logits(self.norm(states[..., -1, :]))
+        return self.target_head.logits(self.norm(states[..., -1, :]))
 
     def forwards(self, budget: Budget) -> tuple[int, ...]:
         """Return the rows of each level of the tree after the first."""

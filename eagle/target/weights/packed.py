@@ -196,10 +196,10 @@ def pack_head(head: Any, smallest: int = SMALLEST) -> Any:
     return head
 
 
-def narrow_packed(frozen: TargetHead, tokens: Tensor) -> TargetHead:
+def narrow_packed(target_head: TargetHead, tokens: Tensor) -> TargetHead:
     """Return a target's head with only the rows of these tokens, which are packed if its LM head is packed."""
-    narrowed = frozen.narrow(tokens)
-    if isinstance(frozen.output, PackedHead):
+    narrowed = target_head.narrow(tokens)
+    if isinstance(target_head.output, PackedHead):
         pack_head(narrowed.output)
     return narrowed
 

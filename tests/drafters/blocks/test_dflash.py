@@ -92,7 +92,7 @@ def new_head(shape: LlamaConfig = SHAPE, **settings: Any) -> Any:
 def naive(
     head: Any,
     texts: list[Example],
-    frozen: TargetHead,
+    target_head: TargetHead,
     is_chosen: Callable[[Example, int], bool] = lambda text, root: True,
 ) -> Weights:
     """Return loss and gradients by a loop over single blocks, of the chosen roots alone."""
@@ -102,7 +102,7 @@ def naive(
         if tensor.is_floating_point():
             weights[name].requires_grad_()
     anchors = [anchor for anchor in anchors_of(texts, head.levels) if is_chosen(*anchor[:2])]
-    loss = naive_loss(head, weights, anchors, frozen)
+    loss = naive_loss(head, weights, anchors, target_head)
     trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
     gradients = torch.autograd.grad(loss, list(trained.values()))
     return {"total": loss.detach(), **dict(zip(trained, gradients, strict=True))}
@@ -111,11 +111,11 @@ def naive(
 def difference(head: Any, spans: dict[int, list[tuple[int, int]]]) -> float:
     """Return how far training's loss and gradients are from the loop's."""
     texts = texts_of(spans, FP64)
-    frozen = frozen_head(FP64)
+    target_head = frozen_head(FP64)
     return apart(
         head,
-        computed(head, collate(texts, TAPS), frozen),
-        naive(head, texts, frozen),
+        computed(head, collate(texts, TAPS), target_head),
+        naive(head, texts, target_head),
     )
 
 
@@ -152,8 +152,8 @@ def test_a_wrong_window_is_seen(planted: dict[str, Any]) -> None:
     """The comparison fails for a window off by one, of the other rule, or in another block."""
     head = new_head(window={"recent": 5}, window_blocks=(0,))
     texts = texts_of(SPANS, FP64)
-    frozen = frozen_head(FP64)
-    expected = naive(head, texts, frozen)
+    target_head = frozen_head(FP64)
+    expected = naive(head, texts, target_head)
     settings = head.settings
     head.settings = settings.model_copy(
         update={
@@ -162,7 +162,7 @@ def test_a_wrong_window_is_seen(planted: dict[str, Any]) -> None:
             "window_blocks": planted.get("blocks", (0,)),
         }
     )
-    assert apart(head, computed(head, collate(texts, TAPS), frozen), expected) > 1e-4
+    assert apart(head, computed(head, collate(texts, TAPS), target_head), expected) > 1e-4
 
 
 # -- anchors ------------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ def test_only_sampled_anchors_count() -> None:
     """The loss is the loop's at these, and another seed has another loss."""
     head = new_head(blocks=1, anchors=3)
     texts = texts_of({17: [(3, 5), (8, 17)], 12: [(2, 12)]}, FP64)
-    frozen = frozen_head(FP64)
+    target_head = frozen_head(FP64)
     batch = replace(collate(texts, TAPS), seeds=(5, 6))
     places = Anchors.sampled(batch, head.levels, 3).token_indices.tolist()
     # the second sequence begins at index 17; a root is one token after its slot
@@ -204,9 +204,9 @@ def test_only_sampled_anchors_count() -> None:
     def is_sampled(text: Example, root: int) -> bool:
         return root in (first_roots if text is texts[0] else second_roots)
 
-    got = computed(head, batch, frozen)
-    assert apart(head, got, naive(head, texts, frozen, is_sampled)) < 1e-6
-    other = computed(head, replace(batch, seeds=(7, 8)), frozen)
+    got = computed(head, batch, target_head)
+    assert apart(head, got, naive(head, texts, target_head, is_sampled)) < 1e-6
+    other = computed(head, replace(batch, seeds=(7, 8)), target_head)
     assert not other["total"].isclose(got["total"], rtol=1e-3)
 
 

@@ -45,14 +45,14 @@ def check_states(head: Any) -> None:
         FP64,
     )
     batch = collate(texts, TAPS)
-    frozen = frozen_head(FP64)
+    target_head = frozen_head(FP64)
     with torch.no_grad():
-        levels = head.draft_levels(batch, frozen, head.levels)
+        levels = head.draft_levels(batch, target_head, head.levels)
     by_slot = torch.stack([states for states, _ in levels], dim=1)
     trained = by_slot.split([length - 2 for length in batch.lengths])
 
     # ragged updates, so that rows of a forward end at different positions
-    state = head.bind(frozen).open()
+    state = head.bind(target_head).open()
     for row in range(len(texts)):
         state.admit(row)
     for cycle in CYCLES:
@@ -136,16 +136,16 @@ def likeliest_paths(log_probs: Tensor, nodes: int) -> list[tuple[float, tuple[in
 @pytest.mark.parametrize("settings", [JETSPEC, {"window": {"recent": 7}, "causal": "window"}])
 def test_trees_hold_the_likeliest_paths(nodes: int, settings: dict[str, Any]) -> None:
     """As JetSpec's heap does, at sharpness 1 and T = 0."""
-    frozen = frozen_head(FP64)
-    head = new_head(slots=7, **settings).bind(frozen)
+    target_head = frozen_head(FP64)
+    head = new_head(slots=7, **settings).bind(target_head)
     (text,) = texts_of({30: []}, FP64)
     assert text.features is not None
     features = text.features[:9, :-1]
     update = Committed(text.tokens[:9], features, 7)
     tree = head.begin().propose(update, Budget(nodes, 6, nodes, sharpness=1.0))
     # the levels from their formulas, for this one block
-    states = level_states(head, head.state_dict(), features, torch.tensor(7), frozen)
-    expected = likeliest_paths(frozen.logits(states).log_softmax(-1), nodes)
+    states = level_states(head, head.state_dict(), features, torch.tensor(7), target_head)
+    expected = likeliest_paths(target_head.logits(states).log_softmax(-1), nodes)
     assert set(paths_of(tree)[1:]) == {path for _, path in expected}
     assert tree.likelihoods is not None
     likelihoods = sorted(tree.likelihoods[1:].tolist(), reverse=True)
@@ -155,14 +155,14 @@ def test_trees_hold_the_likeliest_paths(nodes: int, settings: dict[str, Any]) ->
 def test_no_draft_copies_the_lm_head() -> None:
     """States reach the LM head as rows: a product of three dimensions may copy its matrix."""
     head = new_head().bind(frozen_head(FP64))
-    frozen = frozen_head(FP64)
+    target_head = frozen_head(FP64)
     shapes: list[torch.Size] = []
-    frozen.output.register_forward_pre_hook(lambda _, inputs: shapes.append(inputs[0].shape))
+    target_head.output.register_forward_pre_hook(lambda _, inputs: shapes.append(inputs[0].shape))
     # not contiguous, as the slots of a block without its root
     states = torch.randn(1, 4, 48, dtype=FP64)[:, 1:]
-    logits = head.logits(states, frozen)
+    logits = head.logits(states, target_head)
     assert shapes == [(3, 48)]
-    torch.testing.assert_close(logits, states @ frozen.weight.T)
+    torch.testing.assert_close(logits, states @ target_head.weight.T)
 
 
 def test_a_draft_is_priced_by_its_rows() -> None:
@@ -189,8 +189,8 @@ def test_a_level_that_reads_tokens_is_priced_without_blocks(
     }
     checked: Any = settings_of(settings, "test")
     method: Any = DRAFTERS["dspark"]
-    frozen = frozen_head(torch.float32)
-    head = method.for_target(checked, SHAPE, frozen).bind(frozen)
+    target_head = frozen_head(torch.float32)
+    head = method.for_target(checked, SHAPE, target_head).bind(target_head)
     assert head.forwards(Budget.fixed(chain_paths(4))) == (1,) * min(3, slots - 1)
     # what is timed must not hold what a level does not compute
     reads: list[int] = []

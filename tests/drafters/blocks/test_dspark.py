@@ -125,11 +125,11 @@ def two_texts() -> Batch:
 
 def largest_difference(head: DSpark) -> float:
     """Return how far loss and gradients are from the naive ones."""
-    frozen = frozen_head()
+    target_head = frozen_head()
     batch = two_texts()
     found = []
     # two graphs over the same weights
-    for loss in (head(batch, frozen)["total"], naive_loss(head, batch, frozen)):
+    for loss in (head(batch, target_head)["total"], naive_loss(head, batch, target_head)):
         head.zero_grad()
         loss.backward()
         tensors = [loss.detach()]

@@ -115,7 +115,7 @@ def difference(
 ) -> float:
     """Return how far training's loss and gradients are from those of single anchors."""
     texts, batch = batch_of(answers, seed)
-    frozen = frozen_head(FP64)
+    target_head = frozen_head(FP64)
     settings = head.settings
     weights = {name: tensor.detach().clone() for name, tensor in head.state_dict().items()}
     learned = {}
@@ -134,12 +134,12 @@ def difference(
         settings,
         head.shape,
         texts,
-        frozen,
+        target_head,
         counts,
     )
     gradients = torch.autograd.grad(loss, list(learned.values()))
     expected = {"total": loss.detach(), **dict(zip(learned, gradients, strict=True))}
-    return apart(head, computed(head, batch, frozen), expected)
+    return apart(head, computed(head, batch, target_head), expected)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -240,7 +240,7 @@ def single_anchor(
         head.settings,
         head.shape,
         text=(tokens, taps),
-        frozen=frozen_head(FP64),
+        target_head=frozen_head(FP64),
         anchor=anchor,
         masks=3,
     )

@@ -79,14 +79,14 @@ def test_levels_out_of_order_are_seen() -> None:
 def sampled_losses(batch: Batch) -> dict[int, list[Weights]]:
     """Return loss and gradients of steps with different seeds, by the level that is trained."""
     head = new_head(drawn=True)
-    frozen = frozen_head(torch.float64)
+    target_head = frozen_head(torch.float64)
     found: dict[int, list[Weights]] = {level: [] for level in range(LEVELS)}
     for seed in range(STEPS):
         torch.manual_seed(seed)
-        terms = head(batch, frozen)
+        terms = head(batch, target_head)
         # the same seed samples the same level
         torch.manual_seed(seed)
-        step = computed(head, batch, frozen)
+        step = computed(head, batch, target_head)
         assert terms["total"] == step["total"]
         assert len(terms) == 1 + LEVELS
         (level,) = [level for level in range(LEVELS) if terms[f"draft_probs/{level}"] > 0]
@@ -116,9 +116,9 @@ def test_a_sampled_level_is_all_levels_in_expectation(batch: Batch) -> None:
 
 def test_a_head_that_does_not_train_samples_nothing(batch: Batch) -> None:
     """Its loss is that of all levels, whatever the seed."""
-    frozen = frozen_head(torch.float64)
-    sampled = new_head(drawn=True).eval()(batch, frozen)
-    whole = new_head().eval()(batch, frozen)
+    target_head = frozen_head(torch.float64)
+    sampled = new_head(drawn=True).eval()(batch, target_head)
+    whole = new_head().eval()(batch, target_head)
     assert sampled.keys() == whole.keys()
     assert all(torch.equal(sampled[name], whole[name]) for name in whole)
 

@@ -82,7 +82,7 @@ def new_head(name: str, **changes: Any) -> Any:
 def difference(name: str, answers: dict[int, list[tuple[int, int]]]) -> float:
     """Return how far training's loss and gradients are from the loop's."""
     head = new_head(name)
-    frozen = frozen_head(FP64)
+    target_head = frozen_head(FP64)
     texts = texts_of(answers, FP64)
     weights = {}
     for key, weight in head.state_dict().items():
@@ -92,13 +92,13 @@ def difference(name: str, answers: dict[int, list[tuple[int, int]]]) -> float:
         head.settings,
         head.shape,
         texts,
-        frozen,
+        target_head,
     )
     gradients = torch.autograd.grad(loss, list(weights.values()))
     expected = {"total": loss.detach(), **dict(zip(weights, gradients, strict=True))}
     return apart(
         head,
-        computed(head, collate(texts, TAPS), frozen),
+        computed(head, collate(texts, TAPS), target_head),
         expected,
     )
 
@@ -133,14 +133,14 @@ SHALLOW = tuple(path for path in PUBLISHED_TREE if len(path) <= 3)
 def plain_paths(head: Any, states: Tensor, root: int) -> set[tuple[int, ...]]:
     """Return the nodes of the tree, each computed alone from all committed states [T, H]."""
     weights = dict(head.state_dict())
-    (frozen,) = head.frozen
+    target_head = head.target_head
     last = prefix_states(weights, head.shape, states)[-1]
     # by ranks: the path that leads to a node, and the node's token
     tokens: dict[tuple[int, ...], int] = {(): root}
     for ranks in sorted(SHALLOW, key=len):
         level = len(ranks) - 1
         read = [tokens[ranks[:depth]] for depth in range(len(ranks))]
-        embedded = list(frozen.embed(torch.tensor(read)))
+        embedded = list(target_head.embed(torch.tensor(read)))
         logits = level_logits(
             weights,
             level,
@@ -219,12 +219,12 @@ def test_rows_with_a_prefix_draft_as_each_alone() -> None:
 def test_dropout_follows_the_seed_and_training_alone() -> None:
     """Another seed of a sequence has another loss, and a head that does not train has none."""
     head = new_head("hydra++", dropout=0.3)
-    frozen = frozen_head(FP64)
+    target_head = frozen_head(FP64)
     batch = collate(texts_of(SPANS, FP64), TAPS)
 
     def loss_of(seed: int) -> float:
         seeded = replace(batch, seeds=(seed, *batch.seeds[1:]))
-        return float(head(seeded, frozen)["total"].detach())
+        return float(head(seeded, target_head)["total"].detach())
 
     first = loss_of(3)
     assert first == loss_of(3) != loss_of(4)

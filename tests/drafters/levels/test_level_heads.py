@@ -48,7 +48,7 @@ Path = tuple[int, ...]
 def new_head(
     name: str,
     shape: LlamaConfig = SHAPE,
-    frozen: TargetHead | None = None,
+    target_head: TargetHead | None = None,
     **changes: Any,
 ) -> Any:
     """Return a head in fp64 whose weights differ from how they start, without dropout."""
@@ -64,7 +64,7 @@ def new_head(
     head = DRAFTERS[name].for_target(
         settings,
         shape,
-        frozen or frozen_head(torch.float32),
+        target_head or frozen_head(torch.float32),
     )
     return moved(head).double().eval()
 
@@ -76,20 +76,20 @@ def level_logits(
     head: Medusa,
     level: int,
     state: Tensor,
-    frozen: TargetHead,
+    target_head: TargetHead,
 ) -> Tensor:
     """Return [V], the logits of a level for one state [H], by the paper's formula."""
     for layer in head.blocks[level]:
         inner = layer.weight @ state + layer.bias
         state = state + inner * inner.sigmoid()
-    lm_head = head.heads[level].weight if len(head.heads) else frozen.weight
+    lm_head = head.heads[level].weight if len(head.heads) else target_head.weight
     return lm_head @ state
 
 
 def loop_over_slots(
     head: Medusa,
     texts: list[Example],
-    frozen: TargetHead,
+    target_head: TargetHead,
 ) -> Tensor:
     """Return the loss slot by slot and level by level, up to the first gap in the answers."""
     settings = head.settings
@@ -104,12 +104,12 @@ def loop_over_slots(
                 span = text.loss_mask[position : predicted + 1]
                 if predicted >= len(text.tokens) or not span.all():
                     break
-                logits = level_logits(head, level, states[position - 2], frozen)
+                logits = level_logits(head, level, states[position - 2], target_head)
                 log_probs = logits.log_softmax(-1)
                 if settings.loss == "tokens":
                     loss = -log_probs[text.tokens[predicted]]
                 else:
-                    target_probs = frozen.logits(states[predicted - 1]).softmax(-1)
+                    target_probs = target_head.logits(states[predicted - 1]).softmax(-1)
                     loss = -(target_probs * log_probs).sum()
                 weight = FALLING ** (level + 1) if settings.weights == "falling" else 1
                 terms.append((text_index, level, weight, loss))
@@ -120,15 +120,15 @@ def loop_over_slots(
 def difference(variant: str) -> float:
     """Return how far training's loss and gradients are from the loop's."""
     texts = texts_of(SPANS, FP64)
-    frozen = frozen_head(FP64)
+    target_head = frozen_head(FP64)
     head = new_head("medusa", **VARIANTS[variant])
-    loss = loop_over_slots(head, texts, frozen)
+    loss = loop_over_slots(head, texts, target_head)
     learned = dict(head.named_parameters())
     gradients = torch.autograd.grad(loss, list(learned.values()))
     expected = {"total": loss.detach(), **dict(zip(learned, gradients, strict=True))}
     return apart(
         head,
-        computed(head, collate(texts, TAPS), frozen),
+        computed(head, collate(texts, TAPS), target_head),
         expected,
     )
 
@@ -190,13 +190,13 @@ def change_tokens(*positions: int) -> Change:
 def changed_levels(head: Any, change: Change) -> list[bool]:
     """Return which levels of one slot have other logits after a change of a batch."""
     batch = collate(texts_of({20: [(3, 20)], 9: [(2, 9)]}, FP64), TAPS)
-    frozen = frozen_head(FP64)
+    target_head = frozen_head(FP64)
     # the first supervised token, 3, is that of slot 1
     row = SLOT - 1
 
     def logits_of(batch: Batch) -> list[Tensor]:
         with torch.no_grad():
-            levels = head.draft_levels(batch, frozen, LEVELS)
+            levels = head.draft_levels(batch, target_head, LEVELS)
             return [logits(states[row]) for states, logits in levels]
 
     before = logits_of(batch)
@@ -243,8 +243,8 @@ def small_head(name: str) -> Any:
     torch.manual_seed(1)
     embedding = nn.Embedding(12, 16, dtype=FP64).requires_grad_(False)
     output = nn.Linear(16, 12, bias=False, dtype=FP64).requires_grad_(False)
-    frozen = TargetHead(embedding, output)
-    return new_head(name, SMALL, frozen, levels=DEPTH).bind(frozen)
+    target_head = TargetHead(embedding, output)
+    return new_head(name, SMALL, target_head, levels=DEPTH).bind(target_head)
 
 
 def small_state(scale: float) -> Tensor:
@@ -269,14 +269,14 @@ def draft_paths(
 @torch.inference_mode()
 def score_paths(head: Any, state: Tensor) -> dict[Path, float]:
     """Return the log-likelihood of every path, each level read after all tokens before it."""
-    (frozen,) = head.frozen
+    target_head = head.target_head
     scores: dict[Path, float] = {}
     states = state[None]
     tokens = torch.tensor([5])
     totals = torch.zeros(1, dtype=FP64)
     for level in range(DEPTH):
-        states = head.read_token(level, states, tokens, frozen)
-        log_probs = head.level_logits(level, states, frozen).log_softmax(-1)
+        states = head.read_token(level, states, tokens, target_head)
+        log_probs = head.level_logits(level, states, target_head).log_softmax(-1)
         totals = (totals[:, None] + log_probs).flatten()
         scores |= dict(
             zip(

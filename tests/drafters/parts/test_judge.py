@@ -215,7 +215,7 @@ def test_agreement_and_overlap_are_the_plain_ones(
             tokens[None, 1:],
             states[None, :-1],
             0,
-            frozen=target.head,
+            target_head=target.head,
         )
         slots = mask.nonzero()[:, 0] - 2
         probs = target.head.logits(predicted[0, slots]).double().softmax(-1)

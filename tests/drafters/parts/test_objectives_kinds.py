@@ -128,9 +128,9 @@ def test_a_kind_is_its_formula(
     in_chunks(monkeypatch)
     own: LanguageHead
     own = OwnHead(matrix(0).requires_grad_()) if softcap is None else plain_head(0, softcap)
-    frozen = plain_head(1, softcap)
+    target_head = plain_head(1, softcap)
     student, teacher, weights = laid_out()
-    heads = (own, frozen)
+    heads = (own, target_head)
     loss, parts = distillation_loss(
         student,
         teacher,
@@ -139,7 +139,7 @@ def test_a_kind_is_its_formula(
         objective=Objective(kind, weight=0.7),
     )
     # autograd of the formula, over all rows at once
-    p = frozen.logits(teacher).softmax(-1).detach()
+    p = target_head.logits(teacher).softmax(-1).detach()
     q = own.logits(student).softmax(-1)
     expected = 0.7 * weights * FORMULAS[kind](p, q)
     assert_close(loss, expected.sum())
@@ -335,14 +335,14 @@ def test_probs_of_exactly_zero_have_a_finite_price(kind: Kind) -> None:
     never = torch.tensor([[-1e6, -1e6]])
     student = states[None].clone().requires_grad_()
     own = OwnHead(torch.cat([rows, never, never]))
-    frozen = OwnHead(torch.cat([rows[:2], never, rows[2:] * 1.5, never]))
-    p = frozen.logits(states).softmax(-1)
+    target_head = OwnHead(torch.cat([rows[:2], never, rows[2:] * 1.5, never]))
+    p = target_head.logits(states).softmax(-1)
     q = own.logits(states).softmax(-1)
     # the three cases do occur
     for case in ((p == 0) & (q > 0), (p > 0) & (q == 0), (p == 0) & (q == 0)):
         assert case.any()
     weights = torch.ones(1, 3)
-    heads = (own, frozen)
+    heads = (own, target_head)
     loss, _ = distillation_loss(
         student,
         states,
@@ -380,7 +380,7 @@ def test_logits_in_a_buffer_are_those_of_the_module(scale: float, softcap: float
     """Bias, scale and softcap are applied, and what stood in the buffer is gone."""
     output = nn.Linear(WIDTH, VOCABULARY, dtype=torch.float64).requires_grad_(False)
     embedding = nn.Embedding(VOCABULARY, WIDTH)
-    frozen = TargetHead(
+    target_head = TargetHead(
         embedding,
         output,
         logit_scale=scale,
@@ -389,7 +389,7 @@ def test_logits_in_a_buffer_are_those_of_the_module(scale: float, softcap: float
     hidden = torch.randn(SLOTS, WIDTH, dtype=torch.float64)
     # a product that adds to the buffer would give NaN
     buffer = torch.full((SLOTS, VOCABULARY), torch.nan, dtype=torch.float64)
-    assert_close(frozen.logits(hidden, out=buffer), frozen.logits(hidden))
+    assert_close(target_head.logits(hidden, out=buffer), target_head.logits(hidden))
 
 
 class RecordStorages(TorchDispatchMode):

@@ -125,7 +125,7 @@ class Loop:
             settings=self.head.settings.model_copy(update={"steps": steps}),
             shape=self.head.shape,
             text=text,
-            frozen=self.target.head,
+            target_head=self.target.head,
             anchors={anchor: steps},
         )
         # from the draft vocabulary to the target's

@@ -94,10 +94,10 @@ def make_batch(
 class Loop:
     """Falcon from its formulas: an LSTM that starts again at every slot, and one query of attention at a time."""
 
-    def __init__(self, head: Any, frozen: TargetHead) -> None:
+    def __init__(self, head: Any, target_head: TargetHead) -> None:
         self.settings = head.settings
         self.k = head.settings.k
-        self.frozen = frozen
+        self.target_head = target_head
         self.weights: Weights = {}
         for name, tensor in head.named_parameters():
             self.weights[name] = tensor.detach().clone().requires_grad_()
@@ -123,7 +123,7 @@ class Loop:
 
     def enter(self, token: Tensor, state: Tensor) -> Tensor:
         """Return [H], the output of torch's own LSTM for one slot alone."""
-        read = torch.cat([self.frozen.embed(token), state])
+        read = torch.cat([self.target_head.embed(token), state])
         output = functional_call(self.lstm, self.lstm_weights, (read[None],))[0]
         return output[0]
 
@@ -193,8 +193,8 @@ class Loop:
                 break
             state = self.read(slot, context)
             target_state = features[label - 1]
-            target_probs = self.frozen.logits(target_state).softmax(-1)
-            entropy = F.cross_entropy(self.frozen.logits(state), target_probs)
+            target_probs = self.target_head.logits(target_state).softmax(-1)
+            entropy = F.cross_entropy(self.target_head.logits(state), target_probs)
             regression = F.smooth_l1_loss(state, target_state)
             loss = self.settings.regression * regression + self.settings.cross_entropy * entropy
             losses.append(loss)
@@ -203,8 +203,8 @@ class Loop:
 
 def distance_from_loop(head: Any, batch: Batch) -> float:
     """Return the largest relative difference of loss and gradients from the loop's."""
-    frozen = frozen_head(torch.float64)
-    loop = Loop(head, frozen)
+    target_head = frozen_head(torch.float64)
+    loop = Loop(head, target_head)
     loss = loop.compute_loss(batch)
     # every weight of the head has a part in the loss
     gradients = torch.autograd.grad(loss, list(loop.weights.values()))
@@ -212,7 +212,7 @@ def distance_from_loop(head: Any, batch: Batch) -> float:
         "total": loss.detach(),
         **dict(zip(loop.weights, gradients, strict=True)),
     }
-    return apart(head, computed(head.eval(), batch, frozen), expected)
+    return apart(head, computed(head.eval(), batch, target_head), expected)
 
 
 @pytest.mark.parametrize("k", [2, 3])
@@ -292,7 +292,7 @@ def count_blind_slots(
     Every block of a text is glanced at in turn. `choose` returns the glanced slots of a block for k and their number.
     """
     head = new_head(k).train()
-    frozen = frozen_head(torch.float64)
+    target_head = frozen_head(torch.float64)
     batch = make_batch({12: [(2, 12)], 5: [(2, 5)]}, seed=k)
     blocks = SlotBlocks.side_by_side(batch, k)
     in_first_text = int((blocks.spans.rows < 10).sum())
@@ -308,14 +308,14 @@ def count_blind_slots(
             lambda *_, glanced=glanced: glanced,
         )
         with torch.no_grad():
-            states, _, weights = head.training_states(batch, frozen)
+            states, _, weights = head.training_states(batch, target_head)
             for row in weights.nonzero()[:, 0].tolist():
                 answer = int(blocks.slots.flatten()[row]) + k
                 # the second text is there to be left alone
                 if answer >= 12:
                     continue
                 count += 1
-                changed = head.training_states(change_answers(batch, answer, 12), frozen)[0]
+                changed = head.training_states(change_answers(batch, answer, 12), target_head)[0]
                 assert changed[row].equal(states[row]), "read its answer"
     return count
 
@@ -345,7 +345,7 @@ def test_a_glanced_slot_reads_its_answer_in_place_of_its_own(
 ) -> None:
     """Its states are those of a batch in which the answer stands there, and it weighs nothing."""
     head = new_head()
-    frozen = frozen_head(torch.float64)
+    target_head = frozen_head(torch.float64)
     batch = make_batch({12: [(2, 12)]})
     blocks = SlotBlocks.side_by_side(batch, 2)
     # the first slot of the third block reads what stands two positions on
@@ -357,9 +357,9 @@ def test_a_glanced_slot_reads_its_answer_in_place_of_its_own(
     features = batch.features.clone()
     features[slot] = batch.features[slot + 2]
     answered = replace(batch, tokens=tokens, features=features)
-    expected = head.eval().training_states(answered, frozen)[0]
+    expected = head.eval().training_states(answered, target_head)[0]
     monkeypatch.setattr(SlotBlocks, "glance", lambda *_: glanced)
-    states, _, weights = head.train().training_states(batch, frozen)
+    states, _, weights = head.train().training_states(batch, target_head)
     torch.testing.assert_close(
         states,
         expected,
@@ -404,11 +404,11 @@ def test_fewer_slots_are_glanced_at_as_training_goes_on(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(SlotBlocks, "glance", record)
     head = new_head().train()
-    frozen = frozen_head(torch.float64)
+    target_head = frozen_head(torch.float64)
     batch = make_batch(SPANS)
     for progress in (0.0, 0.5, 1.0):
-        head(replace(batch, progress=progress), frozen)
-    head.eval()(batch, frozen)
+        head(replace(batch, progress=progress), target_head)
+    head.eval()(batch, target_head)
     assert shares == pytest.approx([0.45, 0.275, 0.1])
 
 
@@ -434,17 +434,17 @@ def loop_drafts(
             break
         above = drafted[path[:-1]]
         state = loop.path_states(context, above)[len(above)]
-        ranked = loop.frozen.logits(state).argsort(descending=True)
+        ranked = loop.target_head.logits(state).argsort(descending=True)
         drafted[path] = *above, int(ranked[path[-1]])
     return set(drafted.values())
 
 
 def check_drafts(k: int, levels: int) -> None:
     """Compare the trees of several cycles, which commit one token or many, with the loop's."""
-    frozen = frozen_head(torch.float64)
+    target_head = frozen_head(torch.float64)
     head = new_head(k, levels)
-    loop = Loop(head, frozen)
-    text = head.bind(frozen).begin()
+    loop = Loop(head, target_head)
+    text = head.bind(target_head).begin()
     batch = make_batch({31: []})
     for start, end in pairwise([0, 1, 2, 9, 10, 13, 14, 29]):
         root = int(batch.tokens[end])
@@ -493,10 +493,10 @@ def three_word_target() -> TargetHead:
     return TargetHead(embedding, output)
 
 
-def answered_batch(frozen: TargetHead) -> Batch:
+def answered_batch(target_head: TargetHead) -> Batch:
     """Return two texts that mostly say what the target would."""
     batch = make_batch({26: [(2, 15), (17, 26)], 12: [(2, 12)]}, vocabulary=3)
-    choices = frozen.logits(batch.features[:, 0]).argmax(-1).roll(1)
+    choices = target_head.logits(batch.features[:, 0]).argmax(-1).roll(1)
     is_random = torch.arange(38) % 11 == 10
     return replace(batch, tokens=torch.where(is_random, batch.tokens, choices))
 
@@ -508,14 +508,16 @@ def test_validation_counts_what_drafting_at_every_slot_counts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A chain, and a tree of two children each, are longer or shorter than what the head drafts."""
-    frozen = three_word_target()
-    batch = answered_batch(frozen)
-    head = new_head(k, levels, LlamaConfig(**{**SHAPE.to_dict(), "vocab_size": 3})).bind(frozen)
+    target_head = three_word_target()
+    batch = answered_batch(target_head)
+    head = new_head(k, levels, LlamaConfig(**{**SHAPE.to_dict(), "vocab_size": 3})).bind(
+        target_head
+    )
     binary: list[tuple[int, ...]] = []
     for depth in range(1, 6):
         binary += product((0, 1), repeat=depth)
     trees = {"chain": chain_paths(4), "tree": tuple(binary)}
-    target: Any = SimpleNamespace(head=frozen)
+    target: Any = SimpleNamespace(head=target_head)
     expected = {}
     for name, paths in trees.items():
         for kind, counts in counted_by_drafting(head, target, batch, paths).items():
@@ -524,7 +526,7 @@ def test_validation_counts_what_drafting_at_every_slot_counts(
     assert min(expected["tree/accepted"][: min(levels, 5)]) > 0
 
     def validate() -> dict[str, list[int]]:
-        sums = head.validate(batch, frozen, trees)
+        sums = head.validate(batch, target_head, trees)
         return {name: value.tolist() for name, value in sums.items() if "/" in name}
 
     assert validate() == expected
@@ -536,13 +538,13 @@ def test_validation_counts_what_drafting_at_every_slot_counts(
 @pytest.mark.parametrize(("k", "levels"), [(2, 7), (3, 7), (4, 5)])
 def test_states_along_a_text_are_the_loops(k: int, levels: int) -> None:
     """Blocks stand behind one another; those of the last slot stand behind the text."""
-    frozen = frozen_head(torch.float64)
+    target_head = frozen_head(torch.float64)
     head = new_head(k, levels)
-    loop = Loop(head, frozen)
+    loop = Loop(head, target_head)
     batch = make_batch({12: [(6, 7), (11, 12)]})
     context = loop.enter_text(batch.tokens, batch.features[:, 0], 4)
     expected = loop.path_states(context, tuple(batch.tokens[6:].tolist()))
-    states = [states[0] for states, _ in head.draft_levels(batch, frozen, levels)]
+    states = [states[0] for states, _ in head.draft_levels(batch, target_head, levels)]
     # the norms compute in fp32
     torch.testing.assert_close(states, expected[:levels], rtol=0, atol=1e-5)
 

@@ -108,7 +108,7 @@ def test_noise_is_on_what_the_first_step_reads_alone(batch: Batch) -> None:
             settings=head.settings,
             shape=head.shape,
             texts=texts,
-            frozen=FROZEN,
+            target_head=FROZEN,
             noise=noise,
         )
 
@@ -132,20 +132,20 @@ def test_a_loss_of_the_frequent_tokens_is_that_of_a_smaller_matrix(batch: Batch)
     # ties go to the lower token: 7 and 12 are counted once each
     assert head.loss_tokens.equal(FREQUENT)
 
-    def compute_loss(weights: dict[str, Tensor], frozen: TargetHead) -> Tensor:
+    def compute_loss(weights: dict[str, Tensor], target_head: TargetHead) -> Tensor:
         texts = texts_of(SAID, torch.float32)
         return hass_loss(
             weights,
             settings=settings,
             shape=head.shape,
             texts=texts,
-            frozen=frozen,
+            target_head=target_head,
             noise=[torch.zeros(length - 2, SHAPE.hidden_size) for length in batch.lengths],
         )
 
     found = computed(head.eval(), batch, FROZEN)
-    narrow = loop_gradients(head, partial(compute_loss, frozen=FROZEN.narrow(FREQUENT)))
-    whole = loop_gradients(head, partial(compute_loss, frozen=FROZEN))
+    narrow = loop_gradients(head, partial(compute_loss, target_head=FROZEN.narrow(FREQUENT)))
+    whole = loop_gradients(head, partial(compute_loss, target_head=FROZEN))
     assert apart(head, found, narrow) < 1e-5
     # the loss of the whole vocabulary is another
     assert apart(head, found, whole) > 1e-3

@@ -94,7 +94,7 @@ def compute_loss(
     weights: Weights,
     head: Any,
     texts: list[Example],
-    frozen: TargetHead,
+    target_head: TargetHead,
 ) -> Tensor:
     """Return the loss slot by slot, for as many steps as all labels on the way are supervised."""
     settings = head.settings
@@ -111,14 +111,14 @@ def compute_loss(
         slots += len(anchors)
         if not anchors:
             continue
-        embedded = frozen.embed(text.tokens)
+        embedded = target_head.embed(text.tokens)
         outputs = unrolled(network, embedded, list(states[:-2]), anchors)
         for (anchor, step), output in outputs.items():
-            logits = frozen.logits(network.handed(output))
+            logits = target_head.logits(network.handed(output))
             if settings.loss == "tokens":
                 loss = -logits.log_softmax(-1)[text.tokens[anchor + 2 + step]]
             else:
-                target_logits = frozen.logits(states[anchor + 1 + step])
+                target_logits = target_head.logits(states[anchor + 1 + step])
                 loss = law_loss(settings.loss, target_logits, logits)
             total = total + shares[step] / sum(shares) * loss
     return total / slots
@@ -127,13 +127,13 @@ def compute_loss(
 def distance_from_loop(variant: str) -> float:
     """Return the relative difference of training's loss and gradients from the loop's."""
     texts = texts_of(SPANS, torch.float64)
-    frozen = frozen_head(torch.float64)
+    target_head = frozen_head(torch.float64)
     head = new_head(variant, torch.float64)
     # the loop computes one slot at a time, the head all of them at once
-    expected = loop_gradients(head, lambda weights: compute_loss(weights, head, texts, frozen))
+    expected = loop_gradients(head, lambda weights: compute_loss(weights, head, texts, target_head))
     return apart(
         head,
-        computed(head, collate(texts, TAPS), frozen),
+        computed(head, collate(texts, TAPS), target_head),
         expected,
     )
 
@@ -148,7 +148,7 @@ def teach_next(
     loss: Any,
     batch: Batch,
     positions: Tensor,
-    frozen: TargetHead,
+    target_head: TargetHead,
 ) -> Any:
     """Return the teacher of the next position."""
     last = len(batch.tokens) - 3
@@ -156,7 +156,7 @@ def teach_next(
         loss,
         batch,
         (positions + 1).clamp(max=last),
-        frozen,
+        target_head,
     )
 
 

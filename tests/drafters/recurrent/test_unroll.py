@@ -61,17 +61,17 @@ def test_a_target_with_a_softcap_and_scales(tmp_path: Path, name: str) -> None:
     head = new_head(tmp_path, name, torch.float64, steps=3)
     texts = texts_of(SPANS, torch.float64)
     # Gemma caps logits, Cohere and Granite scale them or the embeddings
-    frozen = replace(
+    target_head = replace(
         frozen_head(torch.float64),
         softcap=2.0,
         logit_scale=1.5,
         embed_scale=3.0,
     )
-    expected = rendered(head, texts, frozen)
+    expected = rendered(head, texts, target_head)
     assert (
         apart(
             head,
-            computed(head, collate(texts, TAPS), frozen),
+            computed(head, collate(texts, TAPS), target_head),
             expected,
         )
         < 1e-6
@@ -96,10 +96,10 @@ def test_gradients_under_autocast_point_the_same_way(tmp_path: Path, name: str) 
     """Training on a GPU computes in bf16 and holds weights in fp32."""
     head = new_head(tmp_path, name)
     texts = texts_of(SPANS, torch.float32)
-    frozen = frozen_head(torch.float32)
-    expected = rendered(head, texts, frozen)
+    target_head = frozen_head(torch.float32)
+    expected = rendered(head, texts, target_head)
     with torch.autocast("cpu", torch.bfloat16):
-        gradients = computed(head, collate(texts, TAPS), frozen)
+        gradients = computed(head, collate(texts, TAPS), target_head)
     assert min_cosine(gradients, expected) > 0.999
 
 
@@ -107,10 +107,10 @@ def test_gradients_under_autocast_point_the_same_way(tmp_path: Path, name: str) 
 def test_a_head_whose_weights_are_bf16_learns(tmp_path: Path, name: str) -> None:
     """Trainers that shard weights hold them in bf16; gradients are those of fp32 up to rounding."""
     batch = collate(texts_of(SPANS, torch.float32), TAPS)
-    frozen = frozen_head(torch.bfloat16)
-    expected = computed(new_head(tmp_path, name, steps=2), batch, frozen)
+    target_head = frozen_head(torch.bfloat16)
+    expected = computed(new_head(tmp_path, name, steps=2), batch, target_head)
     head = new_head(tmp_path, name, torch.bfloat16, steps=2)
-    assert min_cosine(computed(head, batch, frozen), expected) > 0.99
+    assert min_cosine(computed(head, batch, target_head), expected) > 0.99
 
 
 # -- planted faults: a loop that differs from the formulas in one place is told from training -------------------------

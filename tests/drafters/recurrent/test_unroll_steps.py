@@ -26,7 +26,7 @@ from tests.unrolled_heads import TAPS, everywhere, frozen_head, new_head
 def trained_logits(
     head: Any,
     batch: Batch,
-    frozen: TargetHead,
+    target_head: TargetHead,
     patch: pytest.MonkeyPatch,
 ) -> Tensor:
     """Return [K, S, V or D], the logits at each step of all supervised slots while the loss is computed."""
@@ -40,9 +40,9 @@ def trained_logits(
 
     with patch.context() as inner:
         inner.setattr(UnrolledDrafter, "unroll", record)
-        head(batch, frozen)
+        head(batch, target_head)
     with torch.no_grad():
-        return torch.stack([head.logits(state, frozen) for state in recorded[0].states])
+        return torch.stack([head.logits(state, target_head) for state in recorded[0].states])
 
 
 def drafted_logits(
@@ -92,11 +92,11 @@ def drafting_is_training(head: Any, patch: pytest.MonkeyPatch) -> None:
     """Assert that step s of slot i says what level s of a chain says when i + 1 tokens are committed."""
     # the text that is drafted for stands behind another in training
     texts = everywhere([9, 24])
-    frozen = frozen_head(torch.float32)
+    target_head = frozen_head(torch.float32)
     # the seven slots of the first text come before those of the second
-    trained = trained_logits(head, collate(texts, TAPS), frozen, patch)[:, 7:]
+    trained = trained_logits(head, collate(texts, TAPS), target_head, patch)[:, 7:]
     drafted = drafted_logits(
-        head.bind(frozen),
+        head.bind(target_head),
         texts[1],
         [0, 5, 6, 11, 15, 22],
         patch,

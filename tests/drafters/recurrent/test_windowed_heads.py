@@ -103,18 +103,18 @@ def new_deep_head(window: Window | None) -> Any:
 @torch.no_grad()
 def test_further_blocks_see_windows_too() -> None:
     """Training's states of two blocks are those of a dense pass under a mask."""
-    frozen = frozen_head(FP64)
+    target_head = frozen_head(FP64)
     head = new_deep_head(Window(2, 5))
     text = texts_of({90: [(2, 90)]}, FP64)[0]
     # slots run up to the last but two tokens
-    trained = head.unroll(collate([text], TAPS), frozen, 1).states[0]
+    trained = head.unroll(collate([text], TAPS), target_head, 1).states[0]
     tokens = text.tokens[None, 1:-1]
     hidden = text.features[None, :-2, -1]  # type: ignore[index]
-    masked = causal_states(head, tokens, hidden, 0, frozen=frozen)[0]
+    masked = causal_states(head, tokens, hidden, 0, target_head=target_head)[0]
     torch.testing.assert_close(trained, masked, rtol=0, atol=1e-12)
     # without a window the same weights compute something else
     head.settings = Eagle1.Settings()
-    whole = causal_states(head, tokens, hidden, 0, frozen=frozen)[0]
+    whole = causal_states(head, tokens, hidden, 0, target_head=target_head)[0]
     assert (trained - whole).abs().max() > 1e-3
 
 

@@ -172,20 +172,20 @@ def test_the_loss_is_that_of_drafts(model: Any, head: Any) -> None:
         losses.append(entropies[3:-1])
     expected = float(torch.cat(losses).mean())
     batch = make_batch(model, texts)
-    frozen = head.frozen[0]
-    assert head(batch, frozen)["total"].item() == pytest.approx(expected, rel=1e-6)
+    target_head = head.target_head
+    assert head(batch, target_head)["total"].item() == pytest.approx(expected, rel=1e-6)
     # the states of neighbouring tokens would give another loss
     features = batch.features.clone()
     features[:, 0] = features[:, 0].roll(1, 0)
     shifted = replace(batch, features=features)
-    assert head(shifted, frozen)["total"].item() != pytest.approx(expected, rel=1e-3)
+    assert head(shifted, target_head)["total"].item() != pytest.approx(expected, rel=1e-3)
 
 
 def test_every_level_is_trained_as_it_drafts(model: Any, head: Any) -> None:
     """Level d of slot i reads the early state of token i + 1 + d."""
     text = random_tokens(12, 3)
     expected = naive_logits(model, head, text).log_softmax(-1)
-    levels = head.draft_levels(make_batch(model, [text]), head.frozen[0], 3)
+    levels = head.draft_levels(make_batch(model, [text]), head.target_head, 3)
     for level, (states, logits) in enumerate(levels):
         count = len(text) - 4 - level
         log_probs = F.log_softmax(logits(states), -1)[:count]

@@ -143,7 +143,7 @@ def compute_loss(
     weights: Weights,
     head: Any,
     batch: Batch,
-    frozen: TargetHead,
+    target_head: TargetHead,
 ) -> Tensor:
     """Return the loss at every fourth slot or so, from the one that the seed of each text picks."""
     settings = head.settings
@@ -169,13 +169,13 @@ def compute_loss(
                 head,
                 features[: slot + 1],
                 path,
-                embed=frozen.embed,
+                embed=target_head.embed,
             )
             for label, state in enumerate(states, start=slot + 2):
                 if label == len(tokens) or not mask[label]:
                     break
-                target_probs = frozen.logits(last_states[label - 1]).softmax(-1)
-                probs = frozen.logits(state).softmax(-1)
+                target_probs = target_head.logits(last_states[label - 1]).softmax(-1)
+                probs = target_head.logits(state).softmax(-1)
                 kl = (target_probs * (target_probs.log() - probs.log())).sum()
                 overlap = torch.minimum(target_probs, probs).sum()
                 loss = settings.cross_entropy * kl + (1 - settings.cross_entropy) * (1 - overlap)
@@ -191,11 +191,11 @@ def distance_from_loop(
 ) -> float:
     """Return the relative difference of training's loss and gradients from the loop's."""
     head = new_head(**settings)
-    frozen = frozen_head(FP64)
+    target_head = frozen_head(FP64)
     batch = collate(texts_of(lengths, FP64), taps)
     # the loop reads one query at a time, and shares no attention with the head
-    expected = loop_gradients(head, lambda weights: compute_loss(weights, head, batch, frozen))
-    return apart(head, computed(head, batch, frozen), expected)
+    expected = loop_gradients(head, lambda weights: compute_loss(weights, head, batch, target_head))
+    return apart(head, computed(head, batch, target_head), expected)
 
 
 @pytest.mark.quick("3 recent")
@@ -305,12 +305,12 @@ def test_a_whole_model_drafts_what_transformers_says_under_a_mask(window: Window
         (14,),
         generator=torch.Generator().manual_seed(1),
     )
-    frozen = TargetHead(model.model.embed_tokens, model.lm_head)
+    target_head = TargetHead(model.model.embed_tokens, model.lm_head)
     with torch.no_grad():
         states = model(tokens[None], output_hidden_states=True).hidden_states
         features = torch.stack([state[0] for state in states], dim=1)
         batch = collate([Example(tokens, torch.arange(14) >= 2, features)], (0, 1, -1))
-        levels = [logits(state) for state, logits in head.draft_levels(batch, frozen, 4)]
+        levels = [logits(state) for state, logits in head.draft_levels(batch, target_head, 4)]
         for slot in range(12):
             expected = masked_logits(model, tokens, slot + 1, window)
             for level in range(min(4, 13 - slot)):
@@ -327,7 +327,7 @@ def test_a_whole_model_drafts_what_transformers_says_under_a_mask(window: Window
 
 def naive_tree(
     head: Any,
-    frozen: TargetHead,
+    target_head: TargetHead,
     context: Tensor,
     root: int,
     budget: Budget,
@@ -337,7 +337,7 @@ def naive_tree(
     paths: list[list[int]] = []
 
     def read_path(path: Sequence[int]) -> Tensor:
-        return path_states(weights, head, context, path, embed=frozen.embed)[-1]
+        return path_states(weights, head, context, path, embed=target_head.embed)[-1]
 
     def read_level(
         depth: int,
@@ -351,18 +351,18 @@ def naive_tree(
         above = [[root]] if depth == 1 else paths
         pairs = zip(tokens[0].tolist(), parents[0].tolist(), strict=True)
         paths = [[*above[parent], token] for token, parent in pairs]
-        return frozen.logits(torch.stack([read_path(path) for path in paths]))[None]
+        return target_head.logits(torch.stack([read_path(path) for path in paths]))[None]
 
     request = DraftRequest(root, len(context) + 1, budget, None)
-    first = frozen.logits(read_path([root]))
+    first = target_head.logits(read_path([root]))
     return grow_rows([request], first[None], read_level)[0]
 
 
 @torch.no_grad()
 def count_other_trees(window: Window, budget: Budget) -> int:
     """Return how many trees of a text, which comes in pieces of unlike lengths, are not the naive loop's."""
-    frozen = frozen_head(FP64)
-    head = new_head(window).eval().bind(frozen)
+    target_head = frozen_head(FP64)
+    head = new_head(window).eval().bind(target_head)
     text = everywhere([20])[0]
     # the head reads two taps
     features = text.features.double()[:, :2]
@@ -373,7 +373,7 @@ def count_other_trees(window: Window, budget: Budget) -> int:
         root = 11 + end
         update = Committed(text.tokens[start:end], features[start:end], root)
         tree = state.propose({5: update}, {5: budget})[5]
-        expected = naive_tree(head, frozen, features[:end], root, budget=budget)
+        expected = naive_tree(head, target_head, features[:end], root, budget=budget)
         same_tokens = torch.equal(tree.tokens, expected.tokens)
         count += not (same_tokens and torch.equal(tree.parents, expected.parents))
     return count

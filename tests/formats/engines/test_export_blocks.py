@@ -252,14 +252,14 @@ def test_refusals_name_what_stands_in_the_way(
 def test_what_an_export_needs_of_the_target() -> None:
     """An embedding that is not scaled, and one to copy where the layout holds a copy."""
     head = head_of("dflash")
-    target = head.frozen[0]
-    head.frozen = (TargetHead(target.embedding, target.output, embed_scale=2.0),)
+    target = head.target_head
+    head.bound_to = (TargetHead(target.embedding, target.output, embed_scale=2.0),)
     with pytest.raises(ValueError, match="sglang: the target multiplies its embedding with 2"):
         EXPORTERS["sglang"](head, TARGET)
 
     head = head_of("dflash from the anchor")
     # a head that was loaded and not bound
-    head.frozen = ()
+    head.bound_to = ()
     with pytest.raises(
         ValueError, match=r"deepspec: a copy of the target's embedding .* call bind"
     ):

@@ -187,7 +187,7 @@ def test_targets_that_a_layout_cannot_have() -> None:
         EXPORTERS["medusa"](head_of("medusa", gemma), gemma)
 
     head = head_of("medusa with the target's LM head")
-    head.frozen[0].output.bias = nn.Parameter(torch.ones(V))
+    head.target_head.output.bias = nn.Parameter(torch.ones(V))
     words = r"vllm: the target's LM head has a bias.*drafter\.lm_head=own"
     with pytest.raises(ValueError, match=words):
         EXPORTERS["vllm"](head, TARGET)
