@@ -45,8 +45,8 @@ def count_cycles(
     [
         ((4.0, 4.0), "keep the head: its drafts add 100% "),
         ((3.8, 3.8), "keep the head: its drafts add 93% "),
-        ((3.4, 3.4), "train the head on: its drafts add 80% "),
-        ((2.0, 2.8), "train the head on: its drafts add 47% "),
+        ((3.4, 3.4), "train the head further: its drafts add 80% "),
+        ((2.0, 2.8), "train the head further: its drafts add 47% "),
         ((1.5, 1.7), "train a new head: its drafts add 20% "),
     ],
 )
