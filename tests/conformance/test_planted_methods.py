@@ -19,10 +19,10 @@ from tests.outside_methods import METHOD
 
 # lines of the method in docs/guides/own-method.md that faults replace
 GROWN = """return grow(
-            update.root, frozen.logits(states)[0], level, budget, self.noise, self.length + 1
+            update.root, target_head.logits(states)[0], level, budget, self.noise, self.length + 1
         )"""
 VALIDATED = (
-    "return validate_batch(batch, states, ([frozen.logits] * deepest, frozen.logits), trees)"
+    "return validate_batch(batch, states, ([target_head.logits] * deepest, target_head.logits), trees)"
 )
 STATES = "batch.select_taps(self.taps)[slots, 0]"
 MIXED = '''
@@ -56,7 +56,7 @@ def shifted_states(count: int) -> dict[str, str]:
 
 FAULTS = {
     "rooted elsewhere": Fault(
-        {"update.root, frozen.logits": "update.root + 1, frozen.logits"},
+        {"update.root, target_head.logits": "update.root + 1, target_head.logits"},
         "a tree is rooted",
         "a tree is rooted at 8, expected 7",
     ),
