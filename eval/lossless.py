@@ -220,7 +220,7 @@ def _choose_token(choose: Choose, logits: Tensor, prefix: list[int]) -> int:
         choose.noise.forget(len(prefix))
     # a tree of the last token alone
     tree = DraftTree.chain(prefix[-1:])
-    output = TargetOutput(tree, logits[None], None, len(prefix) - 1, text=prefix[:-1])
+    output = TargetOutput(tree, logits[None], None, len(prefix) - 1, sequence=prefix[:-1])
     return choose(output, [0])[0]
 
 

@@ -23,7 +23,7 @@ from transformers.cache_utils import (
 
 from eagle.target.slots import CacheBuffer, SlotCache, copy_columns
 from eagle.target.trees.mixers import Mixers
-from eagle.target.trees.text_states import TextStates, count_states
+from eagle.target.trees.sequence_states import SequenceStates, count_states
 
 
 class TreeCache(SlotCache, Cache):
@@ -47,9 +47,9 @@ class TreeCache(SlotCache, Cache):
         """
         SlotCache.__init__(self)
         self.mixers = mixers
-        self.states: TextStates | None = None
+        self.states: SequenceStates | None = None
         if mixers and mixers.mixers:
-            self.states = TextStates()
+            self.states = SequenceStates()
         # every layer could have keys and values: a model's own cache has them where it attends
         layers: list[Any] = [_Layer(self) for _ in range(num_layers)]
         for layer_index, number_of_states in (stateful or {}).items():

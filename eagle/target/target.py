@@ -40,7 +40,7 @@ from eagle.target.state import TargetState
 from eagle.target.structure import device_of
 from eagle.target.talk import ChatMixin
 from eagle.target.taps import refuse_taps
-from eagle.target.trees.text_states import count_states
+from eagle.target.trees.sequence_states import count_states
 from eagle.target.view import TargetView
 from eagle.target.weights.dense import borrowed_layers, find_tensor
 from eagle.target.weights.packed import count_packed, pack_model, to_plain, unpack_model

@@ -353,7 +353,7 @@ class _Layer(nn.Module):
         return result
 
 
-class TargetTexts:
+class TargetSequences:
     """The rows of a target's state, for a drafter that reads their keys and values and drafts after them.
 
     Drafted columns are not committed; the target's next forward overwrites them.

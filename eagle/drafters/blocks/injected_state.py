@@ -19,15 +19,15 @@ from eagle.drafters.parts.decoder_block import rotary_tables
 from eagle.drafters.parts.growth import grow_rows, level_mask
 from eagle.drafters.parts.operations import rotate_heads
 from eagle.drafters.parts.scoring import DraftRequest
-from eagle.drafters.parts.text_state import (
-    TextState,
+from eagle.drafters.parts.sequence_state import (
+    SequenceState,
     pad_rows,
     slot_positions,
     split_ragged,
 )
 
 
-class InjectedState(TextState):
+class InjectedState(SequenceState):
     """The KV cache of many sequences, in a slot of the cache for each ("cache row").
 
     It has keys and values of the target's features. Those of a draft's block are overwritten by the next tokens.
@@ -64,7 +64,7 @@ class InjectedState(TextState):
             requests = [
                 DraftRequest(
                     updates[row].root,
-                    self.text_length(cache_row) + 1,
+                    self.sequence_length(cache_row) + 1,
                     budgets[row],
                     self.noises[row],
                 )

@@ -247,7 +247,7 @@ class Block(nn.Module):
     """A Llama decoder block without input norm, as EAGLE-1 has it.
 
     Drafting calls the block. Training calls its steps, `key_value`, `query_and_residual` and `add_mlp`, one by one
-    (`eagle.drafters.parts.text_blocks`), because it needs keys at all slots, but queries only at supervised ones.
+    (`eagle.drafters.parts.sequence_blocks`), because it needs keys at all slots, but queries only at supervised ones.
     """
 
     def __init__(self, shape: HeadShape, width: int | None = None) -> None:

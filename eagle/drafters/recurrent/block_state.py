@@ -22,7 +22,7 @@ from eagle.device import upload
 from eagle.drafters.parts.decoder_block import rotary_tables
 from eagle.drafters.parts.growth import grow_rows, level_mask
 from eagle.drafters.parts.scoring import DraftRequest
-from eagle.drafters.parts.text_state import pad_rows, slot_positions
+from eagle.drafters.parts.sequence_state import pad_rows, slot_positions
 from eagle.drafters.recurrent.head_state import HeadState, Levels, count_unlike
 
 

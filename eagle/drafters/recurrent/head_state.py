@@ -28,17 +28,17 @@ from eagle.drafters.parts.growth import (
     plan_parents,
 )
 from eagle.drafters.parts.scoring import DraftRequest
-from eagle.drafters.parts.text_state import TextHead, TextState
+from eagle.drafters.parts.sequence_state import SequenceHead, SequenceState
 from eagle.drafters.parts.window import Window
 from eagle.drafters.recurrent.static_loop import (
     Capture,
     PrecomputedNoise,
     StaticLoop,
-    text_capacity,
+    sequence_capacity,
 )
 
 
-class LevelHead(TextHead, Protocol):
+class LevelHead(SequenceHead, Protocol):
     """The interface of a head whose levels read their own states."""
 
     capture: Capture | None
@@ -57,7 +57,7 @@ class LevelHead(TextHead, Protocol):
         ...
 
 
-class HeadState(TextState):
+class HeadState(SequenceState):
     """Drafts for many sequences. A draft node attends to its sequence's committed tokens and to its own path."""
 
     head: LevelHead
@@ -123,7 +123,7 @@ class HeadState(TextState):
         """
         budget = requests[0].budget
         cache_rows = list(range(len(requests)))
-        room = text_capacity(max(self.cache.lengths[: len(requests)]))
+        room = sequence_capacity(max(self.cache.lengths[: len(requests)]))
         # either all rows have noise or none has; the noise of a draft's positions is an input of the graph [depth, V]
         noises = [request.noise for request in requests if request.noise is not None]
         level_noises = [
@@ -171,7 +171,8 @@ class HeadState(TextState):
         Its mask and positions then serve all rows.
         """
         sizes = {
-            (self.cache.lengths[cache_row], self.text_length(cache_row)) for cache_row in cache_rows
+            (self.cache.lengths[cache_row], self.sequence_length(cache_row))
+            for cache_row in cache_rows
         }
         return cache_rows[:1] if len(sizes) == 1 else cache_rows
 
@@ -202,7 +203,9 @@ class HeadState(TextState):
             is_old = self.window.hides(column, ends - 1, begin=0, drafted=1 + level)
             committed = committed[:, None].masked_fill(is_old, torch.finfo(self.dtype).min)
         # positions count the columns that a window has dropped too
-        positions = torch.tensor([self.text_length(cache_row) for cache_row in cache_rows])[:, None]
+        positions = torch.tensor([self.sequence_length(cache_row) for cache_row in cache_rows])[
+            :, None
+        ]
         tables = _draft_tables(self.head.rotary, committed, upload(positions, self.device), depth)
         return *tables, committed
 

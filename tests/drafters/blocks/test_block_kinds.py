@@ -13,8 +13,8 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from eagle.drafters.parts.decoder_block import Cache, NormedBlock, Rotary, head_shape
+from eagle.drafters.parts.sequence_blocks import key_value, position_tables, read_rows
 from eagle.drafters.parts.spans import Spans
-from eagle.drafters.parts.text_blocks import key_value, position_tables, read_rows
 from eagle.target.slots import SlotCache
 
 LENGTH = 9

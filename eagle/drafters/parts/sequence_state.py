@@ -31,7 +31,7 @@ MAX_PADDED_TOKENS = 4096
 WINDOW_CHUNK_TOKENS = 512
 
 
-class TextHead(Protocol):
+class SequenceHead(Protocol):
     """A head that reads committed tokens; see `eagle.drafters.recurrent.unroll.UnrolledDrafter`."""
 
     layers: Any
@@ -73,14 +73,14 @@ class TextHead(Protocol):
         ...
 
 
-class TextState:
+class SequenceState:
     """The KV cache of many sequences, and their noise. The slots in use are always the first ones of the cache.
 
     With a window, columns that no later token sees are dropped, so that the cost of a sequence does not grow with its
     length.
     """
 
-    def __init__(self, head: TextHead, window: Window | None = None) -> None:
+    def __init__(self, head: SequenceHead, window: Window | None = None) -> None:
         """Begin without rows; `window` is that of the head's blocks, None if tokens see their whole sequence."""
         self.head = head
         self.window = window
@@ -157,7 +157,7 @@ class TextState:
         for slot, (start, stop) in gaps.items():
             self.dropped[self.rows[slot]] += stop - start
 
-    def text_length(self, slot: int) -> int:
+    def sequence_length(self, slot: int) -> int:
         """Return how many tokens of a slot's sequence the head has read, including those whose columns were dropped.
 
         It is the position of the next token.
@@ -180,7 +180,7 @@ class TextState:
         hidden = self._last_states({row: updates[row] for row in rows})
         requests = []
         for row in rows:
-            length = self.text_length(self.rows.index(row))
+            length = self.sequence_length(self.rows.index(row))
             # the root has the position `length`, and its children the next one
             requests.append(
                 DraftRequest(updates[row].root, length + 1, budgets[row], self.noises[row])
@@ -235,7 +235,9 @@ class TextState:
         extra = len(mask_tokens[0]) if mask_tokens is not None else 0
         counts = [count + extra for count in new]
         tokens, hidden = self._pad_inputs(updates, mask_tokens)
-        positions = slot_positions([self.text_length(slot) for slot in slots], counts, self.device)
+        positions = slot_positions(
+            [self.sequence_length(slot) for slot in slots], counts, self.device
+        )
         mask = self._mask(starts, counts)
         tables = rotary_tables(head.rotary, hidden, positions)
         self.cache.set_write_offset(slots, starts)
@@ -292,7 +294,7 @@ class TextState:
         return causal_mask(columns, max(starts) + max(counts), self.dtype, self.window)
 
 
-def text_bytes(layers: Any, columns: int) -> int:
+def sequence_bytes(layers: Any, columns: int) -> int:
     """Return the bytes of the keys and values of one sequence in these blocks, as allocated for `columns` columns."""
     column_bytes = 0
     for block in layers:

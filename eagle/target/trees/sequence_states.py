@@ -30,7 +30,7 @@ class RowStates:
     seq: int = 0  # the index of the cache row's sequence in that forward
 
 
-class TextStates:
+class SequenceStates:
     """The states of every cache row. Their tensors are never written to, so that copies and snapshots share them."""
 
     def __init__(self) -> None:
