@@ -173,7 +173,7 @@ class TargetState:
         self._reserve(cache_row + 1)
         self.rows.append(new_row)
         self.cache.copy(self._cache_row(row), cache_row)
-        self.sequences[cache_row] = list(self.text(row))
+        self.sequences[cache_row] = list(self.sequence(row))
         # after the rows being decoded, and before those whose prompts are still being read
         self._swap(cache_row, self.num_decoding)
         self.num_decoding += 1
@@ -534,7 +534,7 @@ class TargetState:
         """Return the number of a row's committed tokens."""
         return self.cache.lengths[self._cache_row(row)]
 
-    def text(self, row: int) -> list[int]:
+    def sequence(self, row: int) -> list[int]:
         """Return a row's committed tokens."""
         return self.sequences[self._cache_row(row)]
 

@@ -174,7 +174,7 @@ def answer_batch(
 ) -> list[Trace]:
     """Answer the prompts, and check the warning that one failed."""
     options = {"max_new_tokens": LIMIT, "stop": [], "batch_size": 4, **options}
-    warning = rf"1 of {COUNT} texts ended with an error, see trace\.error; prompt {bad_index}"
+    warning = rf"1 of {COUNT} sequences ended with an error, see trace\.error; prompt {bad_index}"
     with pytest.warns(RuntimeWarning, match=warning):
         return generate(target, drafter, make_prompts(bad_index), **options)
 
@@ -330,7 +330,7 @@ def test_a_policy_that_fails_for_one_sequence(call: str, target: Target) -> None
         "stop": [],
         "batch_size": COUNT,
     }
-    with pytest.warns(RuntimeWarning, match=f"1 of {COUNT} texts ended with an error"):
+    with pytest.warns(RuntimeWarning, match=f"1 of {COUNT} sequences ended with an error"):
         traces = generate(
             target,
             NoDrafter(),
