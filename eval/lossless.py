@@ -505,7 +505,7 @@ def main(argv: list[str]) -> None:
     """Compare, print the verdicts, and write them beside the results; ends with 1 if output differs."""
     parser = command_line("eagle measure --verify", __doc__)
     parser.add_argument(
-        "--batch-size", type=int, metavar="N", help="texts at a time (default: the recipe's)"
+        "--batch-size", type=int, metavar="N", help="sequences at a time (default: the recipe's)"
     )
     parser.add_argument(
         "--truth",

@@ -452,9 +452,9 @@ class Target(ChatMixin):
         """
         if 0 < start <= self.border < end:
             raise ValueError(
-                f"{self.config.model_type} reads texts of more than {self.border} tokens with other rotary frequencies "
-                f"throughout, and so cannot grow from {start} tokens to {end}: keep prompt and max_new_tokens within "
-                f"{self.border} together, or begin with a prompt that is longer than that"
+                f"{self.config.model_type} reads sequences of more than {self.border} tokens with other rotary "
+                f"frequencies throughout, and so cannot grow from {start} tokens to {end}: keep prompt and "
+                f"max_new_tokens within {self.border} together, or begin with a prompt that is longer than that"
             )
 
     @torch.no_grad()
@@ -480,7 +480,7 @@ class Target(ChatMixin):
         self.check_taps(taps)
         self.check_images(tokens, media)
         with self.lock, self.reader.tapping(taps) as tapped:
-            tapped[-1] = self.reader.read_texts(tokens, media)
+            tapped[-1] = self.reader.read_sequences(tokens, media)
         return torch.stack([tapped[tap].to(self.device, dtype) for tap in taps], dim=2)
 
     def width_of(self, taps: tuple[int, ...]) -> int:

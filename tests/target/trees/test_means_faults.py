@@ -60,7 +60,7 @@ def replay_one_short(patch: pytest.MonkeyPatch) -> None:
 
 def padding_enters(patch: pytest.MonkeyPatch) -> None:
     """Read prompts of a batch as long as the longest, with their padding."""
-    read = Reading._read_texts
+    read = Reading._read_sequences
 
     def read_padded(self: Reading, *args: Any) -> Any:
         plan = self.plan
@@ -70,7 +70,7 @@ def padding_enters(patch: pytest.MonkeyPatch) -> None:
             inner.setattr(self, "plan", Plan(chains, plan.shape[1], plan.new))
             return read(self, *args)
 
-    patch.setattr(Reading, "_read_texts", read_padded)
+    patch.setattr(Reading, "_read_sequences", read_padded)
 
 
 def snapshot_late(patch: pytest.MonkeyPatch) -> None:
