@@ -19,7 +19,7 @@ from eagle.drafters.parts.operations import rotate
 from eagle.drafters.parts.sequence_state import SequenceHead
 from eagle.drafters.parts.spans import Spans, attend
 from eagle.drafters.parts.window import Window
-from eagle.target.slots import SlotCache
+from eagle.target.slots import RowCache
 
 Pair = tuple[Tensor, Tensor]
 """Rotary tables (cosines and sines [N, w]) at some rows, or the keys and values [heads, N, w] of some rows."""
@@ -202,7 +202,7 @@ def probe_read(
     # the target's embedding and LM head, which `bind` wraps in a tuple
     target_head = head.target_head
     # the columns of all blocks move together in one cache; each block has its own keys and values in it
-    cache = SlotCache()
+    cache = RowCache()
     caches = [Cache(cache, block) for block in head.layers]
     if window is not None:
         context = min(context, window.most)

@@ -1,6 +1,6 @@
 """The drafting state of a trained head: one forward over committed tokens, and one for each level of all trees.
 
-A row is a sequence of the decoding batch; its cache row is the slot that it has in the KV cache.
+A row is a sequence of the decoding batch; its cache row is its index in the KV cache.
 """
 
 # B sequences, K nodes of one level, R of all levels, H hidden, D draft vocabulary, w width of a head
@@ -92,7 +92,7 @@ class HeadState(SequenceState):
 
         Args:
             requests: Those of the B rows.
-            cache_rows: The slots of the rows in the cache.
+            cache_rows: The cache row of each row.
             hidden: The head's states [B, H] after the roots.
         """
         if self.loop is not None and _can_replay(requests, cache_rows):
@@ -117,7 +117,7 @@ class HeadState(SequenceState):
         are reserved for committed tokens.
 
         Args:
-            requests: Those of the rows, whose slots in the cache are 0, 1, ...
+            requests: Those of the rows, whose cache rows are 0, 1, ...
             hidden: The head's states [B, H] after the roots.
             loop: Runs, captures or replays the function.
         """
@@ -185,7 +185,7 @@ class HeadState(SequenceState):
         """Return the positions and the mask of a draft's levels, which do not depend on the tree.
 
         Args:
-            cache_rows: The slots of the rows in the cache.
+            cache_rows: The cache row of each row.
             columns: The cache columns before the draft's.
             depth: The number of levels.
 
@@ -241,7 +241,7 @@ class Levels(FollowsRows):
 
         Args:
             state: The drafting state of the head.
-            cache_rows: The slots of the rows in the cache.
+            cache_rows: The cache row of each row.
             hidden: The head's states [B, H] after the roots.
             cosine: Rotary table of the levels, [B or 1, levels, w].
             sine: Rotary table of the levels, [B or 1, levels, w].

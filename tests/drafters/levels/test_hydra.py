@@ -180,7 +180,7 @@ def test_drafts_are_those_of_a_loop_without_a_cache(name: str) -> None:
 @torch.no_grad()
 def test_updates_at_other_positions_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The check fails if every update stands at the start of its sequence."""
-    positions = sequence_state.slot_positions
+    positions = sequence_state.new_positions
 
     def start_over(
         starts: list[int],
@@ -191,7 +191,7 @@ def test_updates_at_other_positions_are_seen(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(
         sequence_state,
-        "slot_positions",
+        "new_positions",
         start_over,
     )
     with pytest.raises(AssertionError, match="another tree"):

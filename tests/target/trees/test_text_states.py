@@ -159,7 +159,9 @@ def test_states_are_read_under_the_targets_lock(target: Target) -> None:
 def test_states_that_are_not_held_are_an_error_in_words() -> None:
     """Reading on after a length without states names those that are held."""
     states = sequence_states.SequenceStates()
-    with pytest.raises(RuntimeError, match=r"slot 0 holds states behind \[\] tokens, not behind 3"):
+    with pytest.raises(
+        RuntimeError, match=r"cache row 0 holds states behind \[\] tokens, not behind 3"
+    ):
         states.open([0], [3], [1], None, 1, mixers=Mixers(), commits=False)
 
 
