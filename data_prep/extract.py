@@ -16,7 +16,7 @@ from eagle.core.examples import Example
 from eagle.data.features import check_room, extract, forecast, plan_extraction, roles_of, world
 from eagle.data.identity import identity, in_precision, tap_identity, target_name
 from eagle.data.store import Absent, Damaged, FeatureStore
-from eagle.data.stored_rows import TapRoles, TextSizes, parts_of
+from eagle.data.stored_rows import SequenceSizes, TapRoles, parts_of
 from eagle.device import best_device, fastest_dtype
 from eagle.disk import lock_folder
 from eagle.drafters import settings_of
@@ -187,10 +187,10 @@ def create_store(recipe: Recipe, folder: Path, expected: dict[str, Any], *, stri
     return target
 
 
-def sizes_of(examples: Sequence[Example]) -> TextSizes:
+def sizes_of(examples: Sequence[Example]) -> SequenceSizes:
     """Return the sizes of all examples, each of which is read once."""
     each = progress(examples, "count tokens", len(examples), unit="examples")
-    return TextSizes.of((example.loss_mask, example.shared) for example in each)
+    return SequenceSizes.of((example.loss_mask, example.shared) for example in each)
 
 
 def load_target(recipe: Recipe, precision: str | None = None) -> Target:

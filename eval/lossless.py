@@ -220,7 +220,7 @@ def _choose_token(choose: Choose, logits: Tensor, prefix: list[int]) -> int:
         choose.noise.forget(len(prefix))
     # a tree of the last token alone
     tree = DraftTree.chain(prefix[-1:])
-    output = TargetOutput(tree, logits[None], None, len(prefix) - 1, text=prefix[:-1])
+    output = TargetOutput(tree, logits[None], None, len(prefix) - 1, sequence=prefix[:-1])
     return choose(output, [0])[0]
 
 
@@ -505,7 +505,7 @@ def main(argv: list[str]) -> None:
     """Compare, print the verdicts, and write them beside the results; ends with 1 if output differs."""
     parser = command_line("eagle measure --verify", __doc__)
     parser.add_argument(
-        "--batch-size", type=int, metavar="N", help="texts at a time (default: the recipe's)"
+        "--batch-size", type=int, metavar="N", help="sequences at a time (default: the recipe's)"
     )
     parser.add_argument(
         "--truth",

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 # where the host may wait. First when a target is used for the first time: does it read trees?
 ONCE = ("reader.", "borrowed.", "read_modes.")
 # transformers looks for packed texts, once in a plain forward
-FORWARD = "reader.read_texts"
+FORWARD = "reader.read_sequences"
 # features on their way to the disk; CUDA copies them while it computes
 STORED = "features._copy_to_host"
 # what the target chose, with trees that were on the device until then

@@ -17,7 +17,7 @@ from eagle.core.drafter import TargetHead
 from eagle.core.examples import Batch, Example, collate
 from eagle.drafters.parts.decoder_block import rotary_tables
 from eagle.drafters.parts.reduced_vocab import save_draft_vocab
-from eagle.drafters.parts.text_state import causal_mask
+from eagle.drafters.parts.sequence_state import causal_mask
 from eagle.drafters.recurrent.eagle3 import Eagle3
 from eagle.drafters.recurrent.hass import Hass
 from tests import naive_unroll

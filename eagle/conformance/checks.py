@@ -136,13 +136,13 @@ class Trial:
         for sampling in (GREEDY, WARM):
             how = describe_sampling(sampling)
             check = partial(drafting.check_begin, make, target, PROMPTS[1], prompt, sampling)
-            yield Check(f"begin forgets the text before, {how}", check)
+            yield Check(f"begin forgets the sequence before, {how}", check)
             check = partial(drafting.check_side_by_side, make, target, PROMPTS, sampling)
-            yield Check(f"texts side by side are drafted as each alone, {how}", check)
+            yield Check(f"sequences side by side are drafted as each alone, {how}", check)
         # a drafter that reads the target's own rows has no state of a sequence that a fork could copy
         if not self.method.reads.texts:
             check = partial(drafting.check_fork, make, target, drafting.DYNAMIC[0])
-            yield Check("a text that is forked is drafted for as two", check)
+            yield Check("a sequence that is forked is drafted for as two", check)
         if self.is_trained:
             yield from self._checks_of_heads()
 

@@ -174,8 +174,8 @@ def check_begin(
         differs |= got.cycles != expected.cycles or trees_of(got) != trees_of(expected)
     if differs:
         raise Fault(
-            f"{describe_sampling(sampling)} a second text is not drafted as if it were the first: cycle "
-            f"{first_difference(trees_of(got), trees_of(expected))}; what is kept of a text belongs to the object "
+            f"{describe_sampling(sampling)} a second sequence is not drafted as if it were the first: cycle "
+            f"{first_difference(trees_of(got), trees_of(expected))}; what is kept of a sequence belongs to the object "
             "that begin returns, not to the drafter"
         )
 
@@ -218,7 +218,7 @@ def check_fork(make: Make, target: Target, budget: Budget) -> None:
         expected = propose(whole, start, end, rows)
         if got != expected:
             raise Fault(
-                f"a text that was forked is drafted for otherwise than one that was told all of it: row "
+                f"a sequence that was forked is drafted for otherwise than one that read all of it: row "
                 f"{first_difference(got, expected)}; fork(row, other) copies all that is kept of the row"
             )
 
@@ -306,8 +306,8 @@ def _compare_traces(got: list[Trace], expected: list[Trace], how: str, sampling:
     for row, (trace, alone) in enumerate(zip(got, expected, strict=True)):
         if trace.tokens != alone.tokens or trace.cycles != alone.cycles:
             raise Fault(
-                f"{describe_sampling(sampling)} text {row} {how} is drafted otherwise than alone: cycle "
-                f"{first_difference(trees_of(trace), trees_of(alone))}; what is kept of a text must not be shared"
+                f"{describe_sampling(sampling)} sequence {row} {how} is drafted otherwise than alone: cycle "
+                f"{first_difference(trees_of(trace), trees_of(alone))}; what is kept of a sequence must not be shared"
             )
 
 
@@ -334,7 +334,7 @@ def check_noise(make: Make, target: Target) -> None:
         if positions != expected:
             raise Fault(
                 f"three levels behind a root at place {first - 1} are drafted with the noise of the places {positions}"
-                f", expected {expected}; count the tokens of the text: the root is behind all that were committed"
+                f", expected {expected}; count the tokens of the sequence: the root is behind all that were committed"
             )
 
 

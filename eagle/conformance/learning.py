@@ -189,7 +189,7 @@ def check_validation(
         sums = add_sums(sums, head.eval().validate(part(index), target.head, TREES))
     if sums.keys() != whole.keys():
         raise Fault(
-            f"validate gives other sums for one text than for two: {sorted(sums.keys() ^ whole.keys())}"
+            f"validate gives other sums for one sequence than for two: {sorted(sums.keys() ^ whole.keys())}"
         )
     for key, value in whole.items():
         total = sums[key]
@@ -198,7 +198,7 @@ def check_validation(
             total.double(), value.double(), rtol=1e-6, atol=1e-6
         ):
             raise Fault(
-                f"validate does not add up: {key!r} of two texts is {value.tolist()}, and {total.tolist()} as the "
+                f"validate does not add up: {key!r} of two sequences is {value.tolist()}, and {total.tolist()} as the "
                 "sum of each: give sums, no means, and nothing that is drawn at random or depends on train()"
             )
     slots = int(whole["slots"])

@@ -1,4 +1,4 @@
-"""What an untouched model says by itself: whole texts through stock transformers, no cache, nothing of this project."""
+"""The answers of an untouched model: whole sequences through stock transformers, no cache, nothing of this project."""
 
 from __future__ import annotations
 

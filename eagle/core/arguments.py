@@ -166,17 +166,17 @@ def boolean(name: str, value: Any) -> bool:
     return value
 
 
-def check_policy(policy: Any, samplings: Sequence[Sampling], texts: int) -> None:
+def check_policy(policy: Any, samplings: Sequence[Sampling], batch_size: int) -> None:
     """Refuse a policy that cannot decide for these samplings, or for a batch of this size.
 
     Args:
         policy: A `Budget` or a policy; only policies may define `check_request`, which raises the error.
         samplings: Of each request.
-        texts: The number of sequences in the batch.
+        batch_size: The number of sequences in the batch.
     """
     check = getattr(policy, "check_request", None)
     if check is not None:
-        check(samplings, texts)
+        check(samplings, batch_size)
 
 
 def positive_int(name: str, value: Any) -> int:

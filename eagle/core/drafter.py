@@ -272,11 +272,14 @@ class Committed:
         )
 
 
-class DraftText(Protocol):
+class DraftSequence(Protocol):
     """A drafter's state for one sequence: what it has read of it, such as a KV cache."""
 
     def propose(self, update: Committed, budget: Budget) -> DraftTree:
         """Return a tree rooted at `update.root`, of at most `budget.nodes` further nodes."""
+
+
+DraftText = DraftSequence  # the older name, for methods written with it
 
 
 class DraftState(Protocol):
@@ -328,7 +331,7 @@ class Drafter:
         """The older name of `bound_to`, for methods written with it."""
         return self.bound_to
 
-    def begin(self, noise: Noise | None = None) -> DraftText:
+    def begin(self, noise: Noise | None = None) -> DraftSequence:
         """Return the state for one new sequence; by default `open` makes a state for several, of which this is one row.
 
         Args:
@@ -338,7 +341,7 @@ class Drafter:
         if type(self).open is Drafter.open:
             # a drafter that reads the target's cached sequences gets them from open_with alone
             missing = (
-                " without the target's texts: call open_with"
+                " without the target's sequences: call open_with"
                 if self.reads.texts
                 else ": write begin or open"
             )
@@ -347,12 +350,12 @@ class Drafter:
 
     def open(self) -> DraftState:
         """Return the state for several sequences decoded in a batch."""
-        return EachText(self)
+        return PerSequenceState(self)
 
     def open_with(self, texts: Any) -> DraftState:
-        """Return the state for several sequences, with the target's cache rows (`eagle.target.view.TargetTexts`)."""
+        """Return a state for several sequences, with the target's cache rows (`eagle.target.view.TargetSequences`)."""
         raise NotImplementedError(
-            f"{type(self).__name__} reads the target's texts: write open_with(texts)"
+            f"{type(self).__name__} reads the target's sequences: write open_with(texts)"
         )
 
     def bind_target(self, view: Any) -> None:
@@ -403,7 +406,7 @@ class Drafter:
 
 
 class _SingleSequence:
-    """A `DraftText` made of a `DraftState` with a single row."""
+    """A `DraftSequence` made of a `DraftState` with a single row."""
 
     def __init__(self, state: DraftState, noise: Noise | None) -> None:
         self.state = state
@@ -414,17 +417,17 @@ class _SingleSequence:
         return self.state.propose({0: update}, {0: budget})[0]
 
 
-class EachText:
-    """Several sequences, each with its own `DraftText`, drafted for one after the other."""
+class PerSequenceState:
+    """Several sequences, each with its own `DraftSequence`, drafted for one after the other."""
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
         # row -> the state of its sequence
-        self.texts: dict[int, DraftText] = {}
+        self.sequences: dict[int, DraftSequence] = {}
 
     def admit(self, row: int, noise: Noise | None = None) -> None:
         """Begin a sequence for the row."""
-        self.texts[row] = self.drafter.begin(noise)
+        self.sequences[row] = self.drafter.begin(noise)
 
     def propose(
         self, updates: Mapping[int, Committed], budgets: Mapping[int, Budget]
@@ -432,7 +435,7 @@ class EachText:
         """Return a tree for each row, one after the other; `RowErrors` if only some rows fail."""
 
         def propose_row(row: int) -> DraftTree:
-            return self.texts[row].propose(updates[row], budgets[row])
+            return self.sequences[row].propose(updates[row], budgets[row])
 
         return run_rows(updates, propose_row)
 
@@ -441,11 +444,11 @@ class EachText:
         # deepcopy takes objects that its memo holds already for copied, so weights and tables are not duplicated
         shared = [self.drafter, *vars(self.drafter).values()]
         memo = {id(value): value for value in shared}
-        self.texts[other] = copy.deepcopy(self.texts[row], memo)
+        self.sequences[other] = copy.deepcopy(self.sequences[row], memo)
 
     def release(self, row: int) -> None:
         """Forget the row."""
-        del self.texts[row]
+        del self.sequences[row]
 
 
 class TrainableDrafter(nn.Module, Drafter):

@@ -257,18 +257,18 @@ def collate(
     )
 
 
-def token_counts(texts: Iterable[Tensor], vocab_size: int) -> Tensor:
+def token_counts(sequences: Iterable[Tensor], vocab_size: int) -> Tensor:
     """Return how often [V] each token occurs in these sequences."""
     # sequences are read one by one, so that only one of them is in memory
     counts = torch.zeros(vocab_size, dtype=torch.long)
-    for tokens in texts:
-        text_counts = torch.bincount(tokens, minlength=vocab_size)
-        if len(text_counts) > vocab_size:
+    for tokens in sequences:
+        sequence_counts = torch.bincount(tokens, minlength=vocab_size)
+        if len(sequence_counts) > vocab_size:
             raise ValueError(
-                f"token {len(text_counts) - 1} is supervised, the target's vocabulary has {vocab_size}: "
+                f"token {len(sequence_counts) - 1} is supervised, the target's vocabulary has {vocab_size}: "
                 "the tokenizer is not this target's"
             )
-        counts += text_counts
+        counts += sequence_counts
     return counts
 
 
@@ -304,7 +304,7 @@ class Features(Protocol):
         """Return the loss mask [T] of an example."""
         ...
 
-    def text(self, index: int) -> tuple[Tensor, Tensor]:
+    def tokens_and_mask(self, index: int) -> tuple[Tensor, Tensor]:
         """Return the tokens and the loss mask of an example."""
         ...
 

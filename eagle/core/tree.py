@@ -253,8 +253,8 @@ def check_draft(tree: object, root: int, levels: int, vocab_size: int) -> DraftT
     tokens = tree.tokens.tolist()
     if tokens[0] != root:
         raise ValueError(
-            f"the draft's root is token {tokens[0]}, expected {root}, the last token of the text: begin the tree with "
-            "update.root"
+            f"the draft's root is token {tokens[0]}, expected {root}, the last token of the sequence: begin the tree "
+            "with update.root"
         )
     wrong = [token for token in tokens if not 0 <= token < vocab_size]
     if wrong:
@@ -313,7 +313,7 @@ class TargetOutput:
     start: int  # the root's position in the sequence
     # the list of the sequence's committed tokens, shared with the target's state: first those before the root, later
     # also those that were committed since
-    text: list[int]
+    sequence: list[int]
 
     @property
     def positions(self) -> list[int]:
@@ -322,10 +322,10 @@ class TargetOutput:
 
     def prefix(self, node: int) -> list[int]:
         """Return all tokens of the sequence up to and including `node`."""
-        # `text` may have grown since: only the tokens before the root belong to the prefix
+        # `sequence` may have grown since: only the tokens before the root belong to the prefix
         tokens = self.tree.tokens.tolist()
         drafted = [tokens[step] for step in self.tree.path(node)]
-        return self.text[: self.start] + drafted
+        return self.sequence[: self.start] + drafted
 
     def likeliest(self, count: int) -> Tensor:
         """Return the target's likeliest tokens [N, count] after each node, likeliest first."""

@@ -116,7 +116,7 @@ class Choose:
         logits = in_fp32(output.logits)
         penalty = self.sampling.repetition_penalty
         if penalty != 1:
-            logits = penalise_nodes(logits, output.text, tokens, tree_mask, penalty)
+            logits = penalise_nodes(logits, output.sequence, tokens, tree_mask, penalty)
         if self.noise is None:
             return _pick_best(logits)
         # noise depends on the position alone, and all nodes of a level choose for the same one: a row for each level

@@ -25,12 +25,12 @@ from torch.nn.utils.rnn import pad_sequence
 
 from eagle.core.drafter import TrainableDrafter
 from eagle.core.examples import Example, Shown, lengths_of, run_ahead
-from eagle.data.shards import ShardPlan, ShardWriter, group_texts, make_batches, plan_shards
+from eagle.data.shards import ShardPlan, ShardWriter, group_sequences, make_batches, plan_shards
 from eagle.data.store import FeatureStore
 from eagle.data.stored_rows import (
     Part,
+    SequenceSizes,
     TapRoles,
-    TextSizes,
     check_width,
     mean_bytes,
     pack_features,
@@ -80,7 +80,7 @@ def taps_of(settings: Any, target_config: Any) -> tuple[int, ...]:
 
 def compute_rows(
     target: Target,
-    texts: Sequence[Tensor],
+    sequences: Sequence[Tensor],
     loss_masks: Sequence[Tensor],
     parts: Sequence[Part],
     dtype: str,
@@ -93,7 +93,7 @@ def compute_rows(
 
     Args:
         target: The model whose states are computed.
-        texts: The tokens [T] of each sequence.
+        sequences: The tokens [T] of each sequence.
         loss_masks: [T] of each sequence.
         parts: Which taps are kept, and at which slots.
         dtype: The storage dtype.
@@ -107,8 +107,8 @@ def compute_rows(
     # cast on the way where storage is bfloat16 anyway; None keeps the model's dtype
     precision = torch.bfloat16 if dtype == "bfloat16" else None
     if shared is None:
-        shared = [0] * len(texts)
-    states, starts = _compute_states(target, texts, taps, precision, shared=shared, shown=shown)
+        shared = [0] * len(sequences)
+    states, starts = _compute_states(target, sequences, taps, precision, shared=shared, shown=shown)
     packed = []
     for part in parts:
         rows = pick_rows(states, starts, taps, part=part, loss_masks=loss_masks, shared=shared)
@@ -118,7 +118,7 @@ def compute_rows(
 
 def _compute_states(
     target: Target,
-    texts: Sequence[Tensor],
+    sequences: Sequence[Tensor],
     taps: tuple[int, ...],
     precision: torch.dtype | None,
     *,
@@ -131,22 +131,24 @@ def _compute_states(
     one, and others in one padded forward.
     """
     if any(shared) and can_reuse_prefixes(target):
-        states_by_text = read_reusing_prefixes(
-            target, [text.tolist() for text in texts], shared, taps
+        states_by_sequence = read_reusing_prefixes(
+            target, [tokens.tolist() for tokens in sequences], shared, taps
         )
     elif any(shown):
-        states_by_text = []
-        for text, text_shown in zip(texts, shown, strict=True):
+        states_by_sequence = []
+        for tokens, conversation in zip(sequences, shown, strict=True):
             media = (
-                None if text_shown is None else prepare_media(target.processor, text_shown, text)
+                None
+                if conversation is None
+                else prepare_media(target.processor, conversation, tokens)
             )
-            states_by_text.append(target.features(text[None], taps, precision, media)[0])
+            states_by_sequence.append(target.features(tokens[None], taps, precision, media)[0])
     else:
         # [B, T of the longest, L, D], padding included
-        features = target.features(pad_sequence(list(texts), batch_first=True), taps, precision)
-        return features.flatten(0, 1), [i * features.shape[1] for i in range(len(texts))]
-    starts = list(accumulate(map(len, texts[:-1]), initial=0))
-    return torch.cat(states_by_text).to(precision), starts
+        features = target.features(pad_sequence(list(sequences), batch_first=True), taps, precision)
+        return features.flatten(0, 1), [i * features.shape[1] for i in range(len(sequences))]
+    starts = list(accumulate(map(len, sequences[:-1]), initial=0))
+    return torch.cat(states_by_sequence).to(precision), starts
 
 
 def can_reuse_prefixes(target: Target) -> bool:
@@ -164,35 +166,35 @@ def can_reuse_prefixes(target: Target) -> bool:
 
 
 def read_reusing_prefixes(
-    target: Target, texts: Sequence[list[int]], shared: Sequence[int], taps: tuple[int, ...]
+    target: Target, sequences: Sequence[list[int]], shared: Sequence[int], taps: tuple[int, ...]
 ) -> list[Tensor]:
     """Return the states [T, L, D] of each sequence, reading a prefix that it shares with the one before only once.
 
     Args:
         target: The model whose states are computed.
-        texts: The tokens of each sequence.
+        sequences: The tokens of each sequence.
         shared: How many of its first tokens each sequence shares with the one before it.
         taps: The layer inputs that are returned.
     """
     state = TargetState(target, taps)
-    groups = group_texts(shared)
+    groups = group_sequences(shared)
     states: dict[int, Tensor] = {}
     # A group of sequences with a common prefix has one row. First the first sequence of every group is read, then the
     # second ones, and so on: a released row keeps its keys and values, and the next sequence reuses their prefix.
     for turn in zip_longest(*groups):
-        text_of_row = {}
+        index_of_row = {}
         for i, group in zip(turn, groups, strict=True):
             row = group[0]
             if row in state.rows:
                 state.release(row)
             if i is not None:
-                state.admit(row, texts[i])
-                text_of_row[row] = i
+                state.admit(row, sequences[i])
+                index_of_row[row] = i
         while state.prompts:
             for row, output in state.read_prompts().items():
                 assert output.features is not None
-                states[text_of_row[row]] = output.features
-    return [states[i] for i in range(len(texts))]
+                states[index_of_row[row]] = output.features
+    return [states[i] for i in range(len(sequences))]
 
 
 class LiveFeatures:
@@ -241,7 +243,7 @@ class LiveFeatures:
         """Return [T], the loss mask of an example."""
         return self.examples[index].loss_mask
 
-    def text(self, index: int) -> tuple[Tensor, Tensor]:
+    def tokens_and_mask(self, index: int) -> tuple[Tensor, Tensor]:
         """Return tokens and loss mask of an example."""
         example = self.examples[index]
         return example.tokens, example.loss_mask
@@ -251,11 +253,11 @@ class LiveFeatures:
         examples = [self.examples[index] for index in indices]
         lengths = [len(example.tokens) for example in examples]
         for batch in make_batches(lengths, self.batch_tokens):
-            texts = [examples[i].tokens for i in batch]
+            sequences = [examples[i].tokens for i in batch]
             masks = [examples[i].loss_mask for i in batch]
             shown = [examples[i].shown for i in batch]
             packed = compute_rows(
-                self.target, texts, masks, self.parts, dtype=self.dtype, shown=shown
+                self.target, sequences, masks, self.parts, dtype=self.dtype, shown=shown
             )
             restored = restore_features(self.parts, packed, self.taps, masks)
             for i, features in zip(batch, restored, strict=True):
@@ -280,15 +282,21 @@ def extract(target: Target, store: FeatureStore, shards: Sequence[int]) -> Itera
             writer = store.writer(shard)
             writers.append(writer)
             for batch in store.plan[shard]:
-                texts, masks = zip(*map(store.text, batch), strict=True)
+                sequences, masks = zip(*map(store.tokens_and_mask, batch), strict=True)
                 shared = store.shared[batch].tolist()
                 shown = [store.shown(number) for number in batch]
                 rows = compute_rows(
-                    target, texts, masks, store.parts, dtype=store.dtype, shared=shared, shown=shown
+                    target,
+                    sequences,
+                    masks,
+                    store.parts,
+                    dtype=store.dtype,
+                    shared=shared,
+                    shown=shown,
                 )
                 # the copy to the host goes on while the next batch is computed
                 host_rows, copied = _copy_to_host(rows)
-                token_count = sum(map(len, texts))
+                token_count = sum(map(len, sequences))
                 yield partial(_append, writer, host_rows, copied, token_count)
             yield writer.close
 
@@ -351,7 +359,7 @@ def resolve_batch_tokens(target: Target, batch_tokens: int | None) -> int:
 
 
 def plan_extraction(
-    sizes: TextSizes,
+    sizes: SequenceSizes,
     target: Target,
     parts: Sequence[Part],
     features: FeaturesSection,
@@ -387,7 +395,7 @@ def check_lengths(target: Target, longest: int) -> None:
     """Refuse sequences longer than the target's number of positions."""
     if target.max_positions is not None and longest > target.max_positions:
         raise ValueError(
-            f"the longest text has {longest} tokens, this target has {target.max_positions} positions: "
+            f"the longest sequence has {longest} tokens, this target has {target.max_positions} positions: "
             f"set data.max_length to at most {target.max_positions}"
         )
 
@@ -426,7 +434,7 @@ def check_room(store: FeatureStore, shards: Iterable[int] | None = None) -> None
 def forecast(
     target: Target,
     examples: Sequence[Example],
-    sizes: TextSizes,
+    sizes: SequenceSizes,
     plan: ShardPlan,
     parts: Sequence[Part],
     dtype: str,
@@ -448,17 +456,19 @@ def forecast(
     start = 0.0
     # the first forward only warms up: time starts after it
     for batch in [sample[-1], *sample]:
-        texts = [examples[i].tokens for i in batch]
+        sequences = [examples[i].tokens for i in batch]
         masks = [examples[i].loss_mask for i in batch]
         shown = [examples[i].shown for i in batch]
         shared = sizes.shared[batch].tolist()
-        rows = compute_rows(target, texts, masks, parts, dtype=dtype, shared=shared, shown=shown)
+        rows = compute_rows(
+            target, sequences, masks, parts, dtype=dtype, shared=shared, shown=shown
+        )
         # reading a number waits for the device
         rows[0][0].flatten()[-1:].sum().item()
         if not start:
             start = perf_counter()
             continue
-        measured_tokens += sum(map(len, texts))
+        measured_tokens += sum(map(len, sequences))
         if perf_counter() - start > FORECAST_SECONDS:
             break
     tokens_per_second = measured_tokens / (perf_counter() - start)

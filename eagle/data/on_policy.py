@@ -180,9 +180,9 @@ class OwnDrafts:
         """Return [T], the loss mask of an example of the data."""
         return self.features.mask(index)
 
-    def text(self, index: int) -> tuple[Tensor, Tensor]:
+    def tokens_and_mask(self, index: int) -> tuple[Tensor, Tensor]:
         """Return tokens and loss mask of an example of the data."""
-        return self.features.text(index)
+        return self.features.tokens_and_mask(index)
 
     def read(self, indices: Sequence[int]) -> list[Example]:
         """Return the examples with their features, in the order of `indices`.
@@ -234,7 +234,7 @@ class OwnDrafts:
         limits = []
         samplings = []
         for seed, index in keys:
-            tokens, mask = self.features.text(index)
+            tokens, mask = self.features.tokens_and_mask(index)
             # mix64 makes a number that is independent of the one that chose the conversation
             start, end = choose_answer(mask, mix64(_draw_number((seed, index))))
             prompts.append(tokens[:start].tolist())

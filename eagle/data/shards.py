@@ -44,7 +44,7 @@ def make_batches(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
     return batches
 
 
-def group_texts(shared: Sequence[int]) -> list[list[int]]:
+def group_sequences(shared: Sequence[int]) -> list[list[int]]:
     """Return the indices of sequences in groups with a common prefix, which one batch must hold together.
 
     Args:
@@ -75,7 +75,7 @@ def plan_shards(
             batch. None: no tokens are shared.
     """
     shared = shared or [0] * len(lengths)
-    groups = group_texts(shared)
+    groups = group_sequences(shared)
     # of each group, the tokens that are read: shared ones only once
     new_tokens = [0] * len(groups)
     for i, group in enumerate(groups):
@@ -203,7 +203,7 @@ class RowPlaces:
 # -- writing ----------------------------------------------------------------------------------------------------------
 
 CODES = {torch.int64: "I64", torch.int32: "I32"}  # the names of dtypes in a safetensors header
-# bytes: packed texts are stored as int64, so that the tensors after them are aligned
+# bytes: packed conversations are stored as int64, so that the tensors after them are aligned
 SHOWN_ENTRY = 8
 
 
@@ -217,7 +217,7 @@ def shard_header(
         rows: How many rows each part has in this shard.
         dtype: The storage dtype, one of `DTYPES`.
         width: The width of the target, the length of a state vector.
-        metadata: Further entries of the header, texts by name.
+        metadata: Further entries of the header, strings by name.
     """
     tensors = {}
     for part, count in zip(parts, rows, strict=True):
@@ -234,7 +234,7 @@ def tensor_header(
 
     Args:
         tensors: By name of the tensor: the header's name of its dtype, its shape, and the bytes of an entry.
-        metadata: Further entries of the header, texts by name.
+        metadata: Further entries of the header, strings by name.
     """
     entries: dict[str, Any] = {"__metadata__": metadata}
     start = 0
@@ -248,7 +248,7 @@ def tensor_header(
     return len(text).to_bytes(8, "little") + text
 
 
-def write_texts(
+def write_examples(
     path: Path, examples: Sequence[Example], count: int, tensors: dict[str, Tensor]
 ) -> None:
     """Write the safetensors file of a store's examples: some tensors, then the tokens and loss masks of all examples.
@@ -271,17 +271,19 @@ def write_texts(
     write_whole(path, chain([tensor_header(shapes, {})], content))
 
 
-def pack_shown(texts: Iterable[Shown | None]) -> dict[str, Tensor]:
+def pack_shown(conversations: Iterable[Shown | None]) -> dict[str, Tensor]:
     """Return the conversations with images as JSON, packed in one int64 tensor, and the byte after the end of each.
 
     Args:
-        texts: For each example its conversation as the chat template prints it, with the files of its images; None for
-            an example without images.
+        conversations: For each example its conversation as the chat template prints it, with the files of its images;
+            None for an example without images.
 
     Returns:
         The tensors "shown" and "shown_ends" of a store's file; {} if no example has images.
     """
-    lines = [json.dumps([text.text, text.images]).encode() if text else b"" for text in texts]
+    lines = [
+        json.dumps([shown.text, shown.images]).encode() if shown else b"" for shown in conversations
+    ]
     if not any(lines):
         return {}
     packed = b"".join(lines)

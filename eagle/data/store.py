@@ -29,11 +29,11 @@ from eagle.data.shards import (
     shard_fault,
     shard_header,
     unpack_shown,
-    write_texts,
+    write_examples,
 )
 from eagle.data.stored_rows import (
     DTYPES,
-    TextSizes,
+    SequenceSizes,
     check_width,
     parts_of,
     restore_features,
@@ -42,7 +42,7 @@ from eagle.data.stored_rows import (
 from eagle.disk import sha256, write_whole
 from eagle.markup import table
 
-VERSION = 3  # of the layout; the second shares no states between texts, and the first keeps all of every token
+VERSION = 3  # of the layout; the second shares no states between sequences, and the first keeps all of every token
 
 
 class Absent(ValueError):
@@ -135,7 +135,7 @@ class FeatureStore:
         examples: Sequence[Example],
         identity: dict[str, Any],
         plan: ShardPlan,
-        sizes: TextSizes | None = None,
+        sizes: SequenceSizes | None = None,
         **made: Any,
     ) -> FeatureStore:
         """Write the index and the examples of a store, and return it. Its shards are absent until they are extracted.
@@ -152,7 +152,9 @@ class FeatureStore:
         folder = Path(folder)
         # an error must come before anything is written
         check_width(identity["dtype"], made["width"])
-        sizes = sizes or TextSizes.of((example.loss_mask, example.shared) for example in examples)
+        sizes = sizes or SequenceSizes.of(
+            (example.loss_mask, example.shared) for example in examples
+        )
         lengths = sizes.tokens.long()
         token_count = int(lengths.sum())
         plan_tensors = StoredPlan.tensors_of(plan)
@@ -163,7 +165,7 @@ class FeatureStore:
         if "inputs" in identity:
             tensors |= {"read": sizes.read, "taught": sizes.taught, "shared": sizes.shared}
         path = folder / "examples.safetensors"
-        write_texts(path, examples, token_count, tensors)
+        write_examples(path, examples, token_count, tensors)
         index = {
             **({"version": VERSION} if "inputs" in identity else {}),
             "identity": identity,
@@ -210,7 +212,7 @@ class FeatureStore:
 
     def _read(self, number: int) -> Example:
         """Return an example with its features, by its index in the data."""
-        tokens, mask = self.text(number)
+        tokens, mask = self.tokens_and_mask(number)
         packed = []
         with safe_open(self._checked_path(int(self.shards[number])), "pt") as file:
             for part in self.parts:
@@ -250,9 +252,9 @@ class FeatureStore:
 
     def mask(self, index: int) -> Tensor:
         """Return [T], the loss mask of an example."""
-        return self.text(self.number(index))[1]
+        return self.tokens_and_mask(self.number(index))[1]
 
-    def text(self, number: int) -> tuple[Tensor, Tensor]:
+    def tokens_and_mask(self, number: int) -> tuple[Tensor, Tensor]:
         """Return tokens and loss mask of an example, by its number in the data."""
         end = int(self.ends[number])
         start = end - int(self.lengths[number])
@@ -322,7 +324,7 @@ class FeatureStore:
 
     @property
     def bytes_per_token(self) -> float:
-        """Return the bytes on disk of one token of the texts."""
+        """Return the bytes on disk of one token of the sequences."""
         return self.total_bytes / max(len(self.tokens), 1)
 
     def _repr_html_(self) -> str:

@@ -1,4 +1,4 @@
-"""Which states of a text are kept, and how they are packed: rows of each tap that heads read, in a storage dtype."""
+"""Which states of a sequence are kept, and how these are packed: rows of each tap that heads read, by storage dtype."""
 
 # N sequences or rows (one slot's states), T tokens, L taps, L' taps of a part, M positions of all sequences,
 # D target width
@@ -98,7 +98,7 @@ def slots_of(loss_mask: Tensor, slots: Slots) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class TextSizes:
+class SequenceSizes:
     """The sizes of sequences, as tensors [N], from which a store and its shards are planned."""
 
     tokens: Tensor  # how many tokens each has
@@ -107,16 +107,16 @@ class TextSizes:
     shared: Tensor  # how many of its first "read" slots the sequence before it has, too
 
     @classmethod
-    def of(cls, texts: Iterable[tuple[Tensor, int]]) -> TextSizes:
+    def of(cls, sequences: Iterable[tuple[Tensor, int]]) -> SequenceSizes:
         """Return the sizes of sequences.
 
         Args:
-            texts: The loss mask of each sequence, and how many of its first tokens the sequence before it has, too.
+            sequences: The loss mask of each sequence, and how many of its first tokens the sequence before it has, too.
         """
         # there may be ten million sequences, and an array takes four bytes a number
         sizes = array("i")
         read = 0
-        for loss_mask, shared in texts:
+        for loss_mask, shared in sequences:
             previous_read = read
             read = len(slots_of(loss_mask, "read"))
             taught = len(slots_of(loss_mask, "taught"))
@@ -182,15 +182,17 @@ def restore_features(
         return list(values[0].split(lengths))
     width = values[0].shape[-1]
     # NaN and not 0, so that a loss that reads a state which is not kept shows it
-    texts = [values[0].new_full((length, len(taps), width), torch.nan) for length in lengths]
+    features = [values[0].new_full((length, len(taps), width), torch.nan) for length in lengths]
     for part, rows in zip(parts, values, strict=True):
         slots = [slots_of(loss_mask, part.slots) for loss_mask in loss_masks]
-        rows_by_text = rows.split([len(text_slots) for text_slots in slots])
-        for text, text_slots, text_rows in zip(texts, slots, rows_by_text, strict=True):
-            index = upload(text_slots, text.device)
-            for tap, states in zip(part.taps, text_rows.unbind(1), strict=True):
-                text[:, taps.index(tap)].index_copy_(0, index, states)
-    return texts
+        rows_by_sequence = rows.split([len(sequence_slots) for sequence_slots in slots])
+        for sequence_features, sequence_slots, sequence_rows in zip(
+            features, slots, rows_by_sequence, strict=True
+        ):
+            index = upload(sequence_slots, sequence_features.device)
+            for tap, states in zip(part.taps, sequence_rows.unbind(1), strict=True):
+                sequence_features[:, taps.index(tap)].index_copy_(0, index, states)
+    return features
 
 
 # -- packing ----------------------------------------------------------------------------------------------------------
@@ -255,7 +257,7 @@ def token_bytes(parts: Iterable[Part], dtype: str, width: int, supervised: float
     return sum(row_bytes(part, dtype, width) * shares[part.slots] for part in parts)
 
 
-def mean_bytes(parts: Sequence[Part], dtype: str, width: int, sizes: TextSizes) -> float:
+def mean_bytes(parts: Sequence[Part], dtype: str, width: int, sizes: SequenceSizes) -> float:
     """Return the mean bytes on disk of a token of sequences with these sizes."""
     total = sum(row_bytes(part, dtype, width) * int(sizes.rows(part.slots).sum()) for part in parts)
     return total / max(int(sizes.tokens.sum()), 1)

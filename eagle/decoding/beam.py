@@ -96,7 +96,7 @@ def beam_search(
     room = target.room(tokens)
     if limit > room:
         raise ValueError(
-            f"{len(tokens)} prompt tokens and {limit} new ones exceed what the model reads in one text: lower "
+            f"{len(tokens)} prompt tokens and {limit} new ones exceed what the model reads in one sequence: lower "
             f"max_new_tokens to {room} or shorten the prompt"
         )
     state = BeamState(
@@ -136,11 +136,11 @@ def _check_options(drafter: Drafter, early_stopping: Any, budget: Any) -> None:
         raise ValueError(f"early_stopping is {early_stopping!r}, expected True, False or 'never'")
     if not isinstance(budget, Budget):
         raise ValueError(
-            "the budget is a policy, which counts accepted tokens of one text: pass a Budget, as Budget(24, 3)"
+            "the budget is a policy, which counts accepted tokens of one sequence: pass a Budget, as Budget(24, 3)"
         )
     if drafter.reads.texts:
         raise ValueError(
-            f"{type(drafter).__name__} drafts behind the target's own text, which all beams share: pass a drafter "
+            f"{type(drafter).__name__} drafts behind the target's own sequence, which all beams share: pass a drafter "
             "that does without"
         )
 
@@ -209,7 +209,7 @@ class _Search:
         if not hasattr(self.draft_state, "fork"):
             raise ValueError(
                 f"{type(self.draft_state).__name__} has no fork, which beams that part need: write fork(row, other), "
-                "after which both rows go on from the same text"
+                "after which both rows go on from the same sequence"
             )
         # the row of each beam in the drafter's state; at first all beams share one
         self.rows = [0] * len(beams.sequences)

@@ -1,6 +1,6 @@
 """Measure the seconds of decoding cycles: of bare forwards, and of short generations for the time outside forwards.
 
-In this module `texts` is the batch size, and `rows` are the tokens that a forward of the drafter reads of one sequence.
+`Costs.texts` is a table's batch size, and `rows` are the tokens that a forward of the drafter reads of one sequence.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def measure_costs(
     costs = bare_costs(target, drafter, **tables)
     cycles = {}
     measured = []
-    for batch in costs.by_texts:
+    for batch in costs.by_batch_size:
         rows = [prompts[i % len(prompts)] for i in range(batch.texts)]
         timed = time_cycles(
             costs,
@@ -151,12 +151,14 @@ def mean_of_most(seconds: Sequence[float]) -> float:
     return mean(sorted(seconds)[: ceil(0.95 * len(seconds))])
 
 
-def _time_outside(costs: Costs, texts: int, cycles: Sequence[TimedCycle]) -> tuple[float, float]:
+def _time_outside(
+    costs: Costs, batch_size: int, cycles: Sequence[TimedCycle]
+) -> tuple[float, float]:
     """Return median seconds outside of bare forwards: of a cycle, and of each forward of a draft.
 
     Args:
         costs: Of the bare forwards.
-        texts: The batch size.
+        batch_size: The batch size.
         cycles: Timed cycles at this batch size.
     """
     rest = [cycle.seconds["verify"] + cycle.seconds["other"] for cycle in cycles]
@@ -165,7 +167,7 @@ def _time_outside(costs: Costs, texts: int, cycles: Sequence[TimedCycle]) -> tup
     outside_forwards = []
     for cycle in cycles:
         if cycle.rows:
-            outside = cycle.seconds["draft"] - costs.draft(cycle.rows, cycle.context, texts)
+            outside = cycle.seconds["draft"] - costs.draft(cycle.rows, cycle.context, batch_size)
             outside_forwards.append(outside / len(cycle.rows))
     return median(rest or [0.0]) + median(idle or [0.0]), median(outside_forwards or [0.0])
 
@@ -218,15 +220,21 @@ def bare_costs(
     tokens = tuple(sorted(set(batch_tokens or sizes)))
     batches = []
     # a drafter's forward over a batch costs as one over all of its tokens, so only the target's are timed in batches
-    for texts in sorted(set(batch_sizes) - {1}):
+    for batch_size in sorted(set(batch_sizes) - {1}):
         table = []
         for context in ends:
             # the drafter without forwards leaves a single table, the target's
             medians = _time_forwards(
-                target, Drafter(), context, tokens, rounds=rounds, clock=clock, texts=texts
+                target,
+                Drafter(),
+                context,
+                tokens,
+                rounds=rounds,
+                clock=clock,
+                batch_size=batch_size,
             )
             table.append(medians[0])
-        batches.append(Costs(ends, tokens, tuple(table), texts=texts))
+        batches.append(Costs(ends, tokens, tuple(table), texts=batch_size))
     unread = int(min(UNREAD, max_positions - contexts[0]))
     return Costs(
         contexts,
@@ -272,7 +280,7 @@ def _time_forwards(
     rounds: int,
     clock: Clock,
     *,
-    texts: int = 1,
+    batch_size: int = 1,
 ) -> list[tuple[float, ...]]:
     """Return medians by size: of the target's forwards, then of the drafter's first and later forwards if it has any.
 
@@ -283,18 +291,18 @@ def _time_forwards(
         sizes: Tokens that the forwards read.
         rounds: How many times each forward is timed.
         clock: The clock.
-        texts: The batch size of the target's forwards.
+        batch_size: The batch size of the target's forwards.
     """
     # seconds depend on the lengths of the sequences alone, so any token serves
     state = target.open()
-    for row in range(texts):
+    for row in range(batch_size):
         state.admit(row, [1] * context, room=sizes[-1])
     while state.prompts:
         state.read_prompts()
     reads: list[Probe] = []
     for size in sizes:
         tree = DraftTree.chain([1] * size)
-        reads.append(partial(state.read, dict.fromkeys(range(texts), tree)))
+        reads.append(partial(state.read, dict.fromkeys(range(batch_size), tree)))
     kinds = [reads]
     # the first forward of a draft computes logits of its last token alone, later ones of all tokens
     for scores_all in (False, True):

@@ -222,7 +222,7 @@ def _write(
         traces[0].checked()
     error = traces[failed[0]].error
     warnings.warn(
-        f"{len(failed)} of {len(traces)} texts ended with an error, see trace.error; prompt {failed[0]}: {error!r}",
+        f"{len(failed)} of {len(traces)} sequences ended with an error, see trace.error; prompt {failed[0]}: {error!r}",
         RuntimeWarning,
         stacklevel=2,
     )

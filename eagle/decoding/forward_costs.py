@@ -1,7 +1,7 @@
 """The seconds of a decoding cycle: bare forwards by tokens, context and batch size, and the time outside of them.
 
-The policy of draft lengths, the tuner and the report all take their seconds from here. In this module `texts` is the
-batch size, and `rows` are the tokens that a forward of the drafter reads of one sequence.
+The policy of draft lengths, the tuner and the report all take their seconds from here. `Costs.texts` is the batch
+size of a table, and `rows` are the tokens that a forward of the drafter reads of one sequence.
 """
 
 from __future__ import annotations
@@ -59,41 +59,41 @@ class Costs:
         return cls(**fields, batches=batches)
 
     @property
-    def by_texts(self) -> list[Costs]:
+    def by_batch_size(self) -> list[Costs]:
         """These costs and those of larger batches, smallest batch first."""
         return [self, *self.batches]
 
-    def read(self, tokens: int, context: int, texts: int = 1) -> float:
+    def read(self, tokens: int, context: int, batch_size: int = 1) -> float:
         """Return the seconds of the target's forward over `tokens` of each sequence, and of the cycle around it."""
         sizes = []
         seconds = []
-        for costs in self.by_texts:
+        for costs in self.by_batch_size:
             sizes.append(costs.texts)
             # outside[0]: the seconds of a cycle outside of its forwards
             seconds.append(costs._look_up(costs.target, tokens, context) + costs.outside[0])
-        return interpolate(sizes, seconds, texts)
+        return interpolate(sizes, seconds, batch_size)
 
-    def draft(self, rows: Sequence[int], context: int, texts: int = 1) -> float:
+    def draft(self, rows: Sequence[int], context: int, batch_size: int = 1) -> float:
         """Return the seconds of drafting; 0 where no costs are known.
 
         Args:
             rows: Of each forward of the drafter, how many tokens of a sequence it reads.
             context: Tokens before them.
-            texts: Sequences in the batch. A forward of the drafter costs as one over the tokens of all of them.
+            batch_size: Sequences in the batch. A forward of the drafter costs as one over the tokens of all of them.
         """
         if self.first is None or self.level is None or not rows:
             return 0.0
-        sizes = [costs.texts for costs in self.by_texts]
+        sizes = [costs.texts for costs in self.by_batch_size]
         # outside[1]: the seconds of the loop around each forward of the drafter
-        outside = interpolate(sizes, [costs.outside[1] for costs in self.by_texts], texts)
-        seconds = len(rows) * outside + self._look_up(self.first, rows[0] * texts, context)
+        outside = interpolate(sizes, [costs.outside[1] for costs in self.by_batch_size], batch_size)
+        seconds = len(rows) * outside + self._look_up(self.first, rows[0] * batch_size, context)
         return seconds + sum(
-            self._look_up(self.level, count * texts, context) for count in rows[1:]
+            self._look_up(self.level, count * batch_size, context) for count in rows[1:]
         )
 
-    def cycle(self, nodes: int, rows: Sequence[int], context: int, texts: int = 1) -> float:
+    def cycle(self, nodes: int, rows: Sequence[int], context: int, batch_size: int = 1) -> float:
         """Return the seconds of a cycle that drafts `nodes` for each sequence in forwards of these `rows`."""
-        return self.draft(rows, context, texts) + self.read(nodes + 1, context, texts)
+        return self.draft(rows, context, batch_size) + self.read(nodes + 1, context, batch_size)
 
     def rows(self, drafter: Drafter, budget: Budget, pending: int) -> tuple[int, ...] | None:
         """Return how many tokens of a sequence each forward of a draft reads; None if no forwards were timed.
@@ -200,26 +200,26 @@ class CycleCosts:
         levels = [budget.within(level) for level in range(budget.depth + 1)]
         rows = [costs.rows(drafter, level_budget, PENDING) for level_budget in levels]
         nodes = [count_nodes(level_budget) for level_budget in levels]
-        batch_sizes = tuple(batch.texts for batch in costs.by_texts)
+        batch_sizes = tuple(batch.texts for batch in costs.by_batch_size)
 
-        def draft_seconds(texts: int, context: int) -> tuple[float, ...]:
+        def draft_seconds(batch_size: int, context: int) -> tuple[float, ...]:
             seconds = []
             for level, forwards in enumerate(rows):
                 if forwards is None:
-                    seconds.append(drafts[texts][level])
+                    seconds.append(drafts[batch_size][level])
                 else:
-                    seconds.append(costs.draft(forwards, context, texts))
+                    seconds.append(costs.draft(forwards, context, batch_size))
             return tuple(seconds)
 
-        def read_seconds(texts: int, context: int) -> tuple[float, ...]:
-            return tuple(costs.read(1 + count, context, texts) for count in nodes)
+        def read_seconds(batch_size: int, context: int) -> tuple[float, ...]:
+            return tuple(costs.read(1 + count, context, batch_size) for count in nodes)
 
         # one grid each: [batch size][context][levels]
         draft = []
         read = []
-        for texts in batch_sizes:
-            draft.append(tuple(draft_seconds(texts, context) for context in costs.contexts))
-            read.append(tuple(read_seconds(texts, context) for context in costs.contexts))
+        for batch_size in batch_sizes:
+            draft.append(tuple(draft_seconds(batch_size, context) for context in costs.contexts))
+            read.append(tuple(read_seconds(batch_size, context) for context in costs.contexts))
         return cls(
             batch_sizes=batch_sizes,
             contexts=costs.contexts,
@@ -228,23 +228,24 @@ class CycleCosts:
             catch_up=costs.catch_up,
         )
 
-    def at(self, texts: int, context: int) -> CostTable:
-        """Return the costs of a cycle of `texts` rows, the longest of which has `context` tokens."""
-        self.check_texts(texts)
+    def at(self, batch_size: int, context: int) -> CostTable:
+        """Return the costs of a cycle of `batch_size` rows, the longest of which has `context` tokens."""
+        self.check_batch_size(batch_size)
         # a rounded context, so that the cached table serves many cycles
         context = context // STEP * STEP if len(self.contexts) > 1 else 0
-        return _make_table(self, texts, context)
+        return _make_table(self, batch_size, context)
 
-    def check_texts(self, texts: int) -> None:
+    def check_batch_size(self, batch_size: int) -> None:
         """Refuse a batch size above the only one that was measured; with two measured sizes it is extrapolated."""
         largest = self.batch_sizes[-1]
-        if texts > largest and len(self.batch_sizes) == 1:
+        if batch_size > largest and len(self.batch_sizes) == 1:
             raise ValueError(
-                f"the policy knows what {largest} text{'s' * (largest > 1)} at a time cost{'s' * (largest == 1)}, got "
-                f"{texts} side by side: measure more with Goodput.measure(target, drafter, prompts, batch_sizes=(1, 4))"
+                f"the policy knows what {largest} sequence{'s' * (largest > 1)} at a time cost{'s' * (largest == 1)}, "
+                f"got {batch_size} side by side: measure more with "
+                "Goodput.measure(target, drafter, prompts, batch_sizes=(1, 4))"
             )
 
-    def interpolate(self, grid: Grid, texts: int, context: int) -> list[float]:
+    def interpolate(self, grid: Grid, batch_size: int, context: int) -> list[float]:
         """Return seconds by levels at a batch size and a context, interpolated between those that were measured."""
         # bilinear: along contexts, then along batch sizes
         by_size = []
@@ -256,7 +257,8 @@ class CycleCosts:
                 ]
             )
         return [
-            interpolate(self.batch_sizes, seconds, texts) for seconds in zip(*by_size, strict=True)
+            interpolate(self.batch_sizes, seconds, batch_size)
+            for seconds in zip(*by_size, strict=True)
         ]
 
 
@@ -278,12 +280,12 @@ class CostTable:
 
 
 @lru_cache(4096)
-def _make_table(costs: CycleCosts, texts: int, context: int) -> CostTable:
-    """Return the costs of a cycle of `texts` rows; cached, because every cycle needs them."""
-    draft = [costs.interpolate(costs.draft, count, context) for count in range(1, texts + 1)]
+def _make_table(costs: CycleCosts, batch_size: int, context: int) -> CostTable:
+    """Return the costs of a cycle of `batch_size` rows; cached, because every cycle needs them."""
+    draft = [costs.interpolate(costs.draft, count, context) for count in range(1, batch_size + 1)]
     # without a row that drafts, drafting takes no time
     nothing = [0.0] * len(draft[0])
-    return CostTable([nothing, *draft], costs.interpolate(costs.read, texts, context))
+    return CostTable([nothing, *draft], costs.interpolate(costs.read, batch_size, context))
 
 
 def count_nodes(budget: Budget) -> int:

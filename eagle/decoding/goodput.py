@@ -180,13 +180,13 @@ class Goodput:
         drafts = {}
         if costs.rows(drafter, budget, PENDING) is None:
             limit = {"limit": options["max_new_tokens"]} if "max_new_tokens" in options else {}
-            for texts, timed in cycles.items():
-                drafts[texts] = draft_levels(timed, budget.depth, **limit)
+            for batch_size, timed in cycles.items():
+                drafts[batch_size] = draft_levels(timed, budget.depth, **limit)
         return cls.of_costs(CycleCosts.of_forwards(costs, drafter, budget, drafts), budget)
 
     measured = measure  # its name in earlier releases
 
-    def check_request(self, samplings: Sequence[Sampling], texts: int) -> None:
+    def check_request(self, samplings: Sequence[Sampling], batch_size: int) -> None:
         """Refuse a request that the policy cannot serve: typical acceptance, or more rows than were measured.
 
         The forecasts assume exact verification. Typical acceptance is lossy, and has other rates.
@@ -195,23 +195,25 @@ class Goodput:
             raise ValueError(
                 "the policy forecasts exact verification, and Sampling.typical is lossy: leave one of them out"
             )
-        self.costs.check_texts(texts)
+        self.costs.check_batch_size(batch_size)
 
-    def forecast(self, texts: int = 1, context: int | None = None) -> list[tuple[float, float]]:
+    def forecast(
+        self, batch_size: int = 1, context: int | None = None
+    ) -> list[tuple[float, float]]:
         """Return (expected tokens, expected seconds) of a cycle, if each row drafts 0, 1, 2, ... levels.
 
         Args:
-            texts: The number of rows.
+            batch_size: The number of rows.
             context: The length of the longest row; by default that of the last cycle.
         """
         # row ids that no row has: rows without data of their own use the rates of all rows
-        new_rows = range(-texts, 0)
+        new_rows = range(-batch_size, 0)
         batch = self._make_batch(
-            new_rows, self.context if context is None else context, [0.0] * texts
+            new_rows, self.context if context is None else context, [0.0] * batch_size
         )
         forecasts = []
         for depth in range(self.budget.depth + 1):
-            levels = [depth] * texts
+            levels = [depth] * batch_size
             forecasts.append((batch.tokens(levels), batch.seconds(levels)))
         return forecasts
 
@@ -376,16 +378,16 @@ def _nodes_by_level(budget: Budget) -> list[int]:
     return [count_nodes(budget.within(level)) for level in range(budget.depth + 1)]
 
 
-def _rows_read(drafter: Drafter, budget: Budget, texts: int) -> set[int]:
+def _rows_read(drafter: Drafter, budget: Budget, batch_size: int) -> set[int]:
     """Return the numbers of tokens that forwards of target and drafter read, which are those to time.
 
     Args:
         drafter: Whose forwards are timed.
         budget: The deepest draft.
-        texts: The largest batch size: a drafter's forward for a batch costs as one over the tokens of all rows.
+        batch_size: The largest batch size: a drafter's forward for a batch costs as one over the tokens of all rows.
     """
     of_drafter = {PENDING, *(drafter.forwards(budget) or ())}
-    of_batch = {texts * count for count in of_drafter}
+    of_batch = {batch_size * count for count in of_drafter}
     # the target reads the root and the nodes
     of_target = {1 + nodes for nodes in _nodes_by_level(budget)}
     return {1} | of_drafter | of_batch | of_target

@@ -85,7 +85,7 @@ class Decoding:
     def _read_whole(self, row_id: int, update: Committed) -> Committed:
         """Return an update with all tokens of a row, for a drafter state that has read none of them."""
         features = self.state.features_at(row_id, range(self.state.length(row_id)))
-        return replace(update, tokens=torch.tensor(self.state.text(row_id)), features=features)
+        return replace(update, tokens=torch.tensor(self.state.sequence(row_id)), features=features)
 
     @property
     def is_done(self) -> bool:

@@ -16,7 +16,7 @@ from eagle.core.verify import Sampling
 from eagle.decoding.decode import generate
 from eagle.device import in_dtype
 from eagle.doctor.examine import open_head, read_template_kwargs
-from eagle.doctor.texts import BATCH_SIZE, NEW_TOKENS, read_prompts, render_prompts
+from eagle.doctor.target_answers import BATCH_SIZE, NEW_TOKENS, read_prompts, render_prompts
 from eagle.doctor.verdict import Cycles, Diagnosis, Gain
 from eagle.target.borrowed import target_config
 from eagle.target.target import Target

@@ -22,15 +22,15 @@ from eagle.device import in_dtype
 from eagle.doctor.agreement import Agreement, TargetProbs, measure
 from eagle.doctor.probes import Probe, list_missing, list_probes, list_removals
 from eagle.doctor.server import read_server
-from eagle.doctor.texts import (
+from eagle.doctor.target_answers import (
     ENOUGH_TOKENS,
     answer_prompts,
     count_chains,
     limit_prompts,
     read_prompts,
     render_prompts,
-    select_texts,
-    split_texts,
+    select_answers,
+    split_answers,
 )
 from eagle.doctor.verdict import MAX_RATE_UNRELATED, MIN_NORM_SHIFT, Diagnosis, Effect, decide
 from eagle.doctor.wiring import Wiring, draft_ids, find_tensors
@@ -92,7 +92,7 @@ def examine(
     head = head.to(target.device)
     template_kwargs = read_template_kwargs(folder)
     prompt_tokens = render_prompts(target, questions, **template_kwargs)
-    texts = answer_prompts(
+    answers = answer_prompts(
         target,
         prompt_tokens,
         enough=enough,
@@ -104,7 +104,7 @@ def examine(
     diagnosis = diagnose(
         head,
         target,
-        texts,
+        answers,
         fatal,
         target_head=borrow_embedding(folder, target),
         needs_more=would_gain(*trained),
@@ -201,7 +201,7 @@ def borrow_embedding(folder: str | Path, target: Target) -> TargetHead:
 def diagnose(
     head: TrainableDrafter,
     target: Target,
-    texts: Batch,
+    answers: Batch,
     fatal: Sequence[Finding] = (),
     target_head: TargetHead | None = None,
     needs_more: bool = False,
@@ -213,17 +213,17 @@ def diagnose(
     Args:
         head: The head as it is.
         target: The model that it drafts for.
-        texts: The target's answers.
+        answers: The target's answers.
         fatal: Findings of `inspect`; those that drafts refute do not count.
         target_head: What the head borrows where it is served, the target's own by default.
         needs_more: Whether it was trained on so few tokens that what does not help yet is no fault.
     """
-    wiring = make_wiring(head, target_head or target.head, texts, needs_more=needs_more)
+    wiring = make_wiring(head, target_head or target.head, answers, needs_more=needs_more)
     # `figures` are of the unchanged head; find_faults returns a wiring without the faults that it found
-    notes = _describe(head, target, texts)
+    notes = _describe(head, target, answers)
     notes.append(f"does not apply to this head: {', '.join(list_missing(wiring, target))}")
-    figures = measure_timed(wiring, target, texts)
-    wiring, faults, tried = find_faults(wiring, target, texts, figures)
+    figures = measure_timed(wiring, target, answers)
+    wiring, faults, tried = find_faults(wiring, target, answers, figures)
     unchanged = [effect.probe.fault for effect in tried if effect.is_unchanged]
     if unchanged:
         notes.append(f"without any effect on what it guesses: {'; '.join(unchanged)}")
@@ -231,7 +231,7 @@ def diagnose(
     notes += refuted
     verdict = decide(figures, faults, stands, _norm_shift(head), needs_more=needs_more)
     if wiring.target_head is not target.head:
-        borrowing = measure(replace(wiring, target_head=target.head), texts, target.head)
+        borrowing = measure(replace(wiring, target_head=target.head), answers, target.head)
         notes.append(
             "its folder brings an embedding that is not the target's: all figures are with it, as engines read it; "
             f"with the target's greedy τ is {borrowing.greedy_tau:.3f}, with drawn drafts {borrowing.sampled_tau:.3f}"
@@ -241,7 +241,7 @@ def diagnose(
 
 
 def find_faults(
-    wiring: Wiring, target: Target, texts: Batch, figures: Agreement
+    wiring: Wiring, target: Target, answers: Batch, figures: Agreement
 ) -> tuple[Wiring, list[Effect], list[Effect]]:
     """Return the wiring with all found faults mended, these faults, and all further changes, the best first.
 
@@ -249,7 +249,7 @@ def find_faults(
     """
     faults: list[Effect] = []
     is_untrained = _is_untrained(wiring.head, figures)
-    choosing, confirming = split_texts(texts, CHOOSING)
+    choosing, confirming = split_answers(answers, CHOOSING)
     # greedily: the best change is kept before the next one is searched
     for _ in range(ROUNDS):
         tried = search_changes(wiring, target, choosing)
@@ -262,7 +262,7 @@ def find_faults(
         wiring = likely[0].probe.change(wiring)
     if not faults:
         # if no change helps, the fault may be a branch whose removal costs nothing
-        removals = try_changes(wiring, list_removals(wiring), texts, target)
+        removals = try_changes(wiring, list_removals(wiring), answers, target)
         faults = [effect for effect in removals if effect.is_idle or effect.is_sure]
     return wiring, faults, [*likely, *tried[CANDIDATES:]]
 
@@ -273,27 +273,27 @@ def count_levels(head: TrainableDrafter) -> int:
 
 
 def make_wiring(
-    head: Any, target_head: TargetHead, texts: Batch, *, needs_more: bool = False
+    head: Any, target_head: TargetHead, answers: Batch, *, needs_more: bool = False
 ) -> Wiring:
-    """Return the unchanged head as changes are tried on it; one of the texts shows whether it reads its drafts.
+    """Return the unchanged head as changes are tried on it; one of the answers shows whether it reads its drafts.
 
     Args:
         head: The head, which is set to evaluation.
         target_head: What it borrows.
-        texts: Answers of the target.
+        answers: Answers of the target.
         needs_more: Whether it was trained on so few tokens that what does not help yet is no fault.
     """
     wiring = Wiring(head.eval(), target_head, levels=count_levels(head), needs_more=needs_more)
-    return replace(wiring, recurrent=wiring.reads_drafts(select_texts(texts, 0, 1)))
+    return replace(wiring, recurrent=wiring.reads_drafts(select_answers(answers, 0, 1)))
 
 
-def measure_timed(wiring: Wiring, target: Target, texts: Batch) -> Agreement:
+def measure_timed(wiring: Wiring, target: Target, answers: Batch) -> Agreement:
     """Return the head's agreement; print a forecast of how long its examination takes."""
     start = perf_counter()
-    figures = measure(wiring, texts, target.head)
+    figures = measure(wiring, answers, target.head)
     count = len(list_probes(wiring, target))
     seconds = count_passes(count) * (perf_counter() - start)
-    what = f"{count} single changes on {len(texts.lengths)} answers"
+    what = f"{count} single changes on {len(answers.lengths)} answers"
     print(
         f"{what}: about {describe_seconds(seconds)}, and as much again for each fault",
         file=sys.stderr,
@@ -332,32 +332,32 @@ def forecast(head: Any, target: Target, first: Batch, seconds: float, num_rounds
     )
 
 
-def search_changes(wiring: Wiring, target: Target, texts: Batch) -> list[Effect]:
+def search_changes(wiring: Wiring, target: Target, answers: Batch) -> list[Effect]:
     """Return the effects of all single changes, best first.
 
     All are tried on a few answers, at a glance. The best of them are tried on all these answers and come first, unless
     they had no effect at the glance.
     """
-    count = len(texts.lengths)
-    glance = select_texts(texts, 0, max(count // GLANCE, min(count, CANDIDATES)))
+    count = len(answers.lengths)
+    glance = select_answers(answers, 0, max(count // GLANCE, min(count, CANDIDATES)))
     # there may be a hundred changes: a few answers show of most that they do not help
     tried = try_changes(wiring, list_probes(wiring, target), glance, target)
     likely = [effect.probe for effect in tried if not effect.is_unchanged][:LIKELY]
     unlikely = [effect for effect in tried if effect.probe not in likely]
-    return [*try_changes(wiring, likely, texts, target), *unlikely]
+    return [*try_changes(wiring, likely, answers, target), *unlikely]
 
 
 def try_changes(
-    wiring: Wiring, probes: Sequence[Probe], texts: Batch, target: Target
+    wiring: Wiring, probes: Sequence[Probe], answers: Batch, target: Target
 ) -> list[Effect]:
     """Return the effect of each single change on the acceptance in these answers, best first."""
-    reference = TargetProbs(texts, target.head)
-    before = measure(wiring, texts, target.head, reference)
+    reference = TargetProbs(answers, target.head)
+    before = measure(wiring, answers, target.head, reference)
     effects = []
     for probe in progress(
-        probes, f"changes on {len(texts.lengths)} answers", len(probes), unit="changes"
+        probes, f"changes on {len(answers.lengths)} answers", len(probes), unit="changes"
     ):
-        after = measure(probe.change(wiring), texts, target.head, reference)
+        after = measure(probe.change(wiring), answers, target.head, reference)
         effects.append(Effect(probe, before, after, needs_more=wiring.needs_more))
     return sorted(effects, key=lambda effect: -effect.min_share)
 
@@ -405,8 +405,10 @@ def try_templates(
         prompts = render_prompts(target, questions, **template_kwargs)
         # a template may ignore an argument
         if prompts != usual:
-            texts = answer_prompts(target, prompts, enough=enough)
-            after = measure(Wiring(head, target.head, levels=len(figures.hits)), texts, target.head)
+            answers = answer_prompts(target, prompts, enough=enough)
+            after = measure(
+                Wiring(head, target.head, levels=len(figures.hits)), answers, target.head
+            )
             notes.append(
                 f"prompts rendered with {json.dumps(template_kwargs)} instead of {json.dumps(trained)}: τ "
                 f"{figures.greedy_tau:.3f} becomes {after.greedy_tau:.3f}, drawn drafts {figures.sampled_tau:.3f} "
@@ -441,7 +443,7 @@ def _norm_shift(head: Any) -> float:
 
 
 @torch.no_grad()
-def _describe(head: Any, target: Target, texts: Batch) -> list[str]:
+def _describe(head: Any, target: Target, answers: Batch) -> list[str]:
     """Return notes that explain a low acceptance without being a fault: on the draft vocabulary and the LM head."""
     notes = []
     target_rows = target.head.weight
@@ -449,7 +451,7 @@ def _describe(head: Any, target: Target, texts: Batch) -> list[str]:
     if draft_tokens is not None:
         draft_tokens = draft_tokens.clamp(0, target.vocab_size - 1)
         target_rows = target_rows[draft_tokens]
-        answered = texts.tokens[texts.loss_mask.to(texts.tokens.device)]
+        answered = answers.tokens[answers.loss_mask.to(answers.tokens.device)]
         share = float(torch.isin(answered, draft_tokens).float().mean())
         notes.append(
             f"its {len(draft_tokens)} draft tokens are {share:.1%} of what the target said"

@@ -26,7 +26,7 @@ SURE_BESIDE_CLEAR = 1.0
 # shares of what drafts add to the acceptance length, from which on a gain is a fault
 MIN_SAMPLED = 0.005
 MIN_GREEDY = 0.015  # no change of the healthy heads it was chosen on brought both
-# along a rope's theta nothing is sharp: heads trained on short texts lie on a slope
+# along a rope's theta nothing is sharp: heads trained on short sequences lie on a slope
 MIN_GUESSED = 0.06
 # of level 1; below, a head stands at no optimum, and accidents of some percent are usual
 MIN_RATE = 0.35

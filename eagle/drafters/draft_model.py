@@ -35,7 +35,7 @@ from eagle.drafters.parts.decoder_block import head_shape
 from eagle.drafters.parts.growth import grow_rows, level_rows
 from eagle.drafters.parts.objectives import Kind, Objective, OwnHead, distillation_loss
 from eagle.drafters.parts.scoring import DraftRequest
-from eagle.drafters.parts.text_state import split_ragged
+from eagle.drafters.parts.sequence_state import split_ragged
 from eagle.drafters.parts.validation import validate_batch
 from eagle.target.borrowed import is_close
 from eagle.target.cache import NoCache
@@ -65,7 +65,7 @@ class DraftModelSettings(BaseModel):
     layers: int = Field(2, ge=1)  # of a fresh model
     hidden_size: int | None = None  # of a fresh model; by default the target's
     intermediate_size: int | None = None  # of a fresh model's MLP
-    # what is minimized; "tokens": cross-entropy with the text
+    # what is minimized; "tokens": cross-entropy with the sequence
     divergence: Divergence = "forward_kl"
     samples: Literal["data", "own"] = "data"  # learn on the data's answers, or on the model's own
 

@@ -21,7 +21,7 @@ TOKEN_BYTES = torch.long.itemsize
 class FirstOf(Drafter):
     """Asks drafters in order until one proposes more than the root, for example lookup before a trained head.
 
-    The output keeps its distribution if the committed text alone decides whether a drafter proposes: otherwise the
+    The output keeps its distribution if the committed sequence alone decides whether a drafter proposes: otherwise the
     target's noise would influence which verification rule is used.
 
     The forwards of a draft depend on the drafter used, so its cost is the measured time.

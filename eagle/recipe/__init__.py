@@ -161,7 +161,7 @@ class OnPolicySection(Section):
     every: int = Field(16, ge=1)
     depth: int = Field(5, ge=1)  # tokens of a draft
     temperature: float = Field(1.0, ge=0)  # of the answers
-    weight: float = Field(1.0, ge=0)  # of what is learned from drafts, beside the loss of the texts
+    weight: float = Field(1.0, ge=0)  # of what is learned from drafts, beside the loss of the data
     # from the target's probs, for what drew a token that the target accepted
     accepted: Divergence = "cross_entropy"
     # and for what drew one that it did not, or one behind such a token
@@ -201,7 +201,7 @@ class TrainSection(Section):
     schedule_steps: int | None = Field(None, ge=1)
     warmup: float = Field(0.05, ge=0)  # steps of warm-up; below 1, a share of `schedule_steps`
     final_lr: float = Field(0.0, ge=0, le=1)  # where the schedule ends, as a share of `lr`
-    # of the loss: a step's slots, each text's, or all its tokens
+    # of the loss: a step's slots, each sequence's, or all its tokens
     mean_over: Literal["step", "texts", "all"] = "step"
     # a slot counts if the token that it predicts (or reads) does
     gate: Literal["predicted", "read"] = "predicted"
@@ -257,7 +257,7 @@ class TrainSection(Section):
 class JointSection(Section):
     """Training a target together with heads, by `recipes/train_medusa2.py`: what comes out is another target."""
 
-    # of the target: stay close to what it was, or learn the text's own next token
+    # of the target: stay close to what it was, or learn the sequence's own next token
     loss: Literal["kl", "tokens"] = "kl"
     heads: float = Field(0.01, gt=0)  # weight of the heads' loss beside the target's
     rise: bool = True  # raise that weight from 0 over the run, by a sine
@@ -312,7 +312,7 @@ class EvalSection(Section):
     top_k: int = Field(4, ge=0)  # candidates a level
     costs: bool = False  # time single forwards too, for the modelled speed
     goodput_policy: bool = False  # measure each drafter once more with an adaptive draft length
-    # texts at a time: a number, or several in turn
+    # sequences at a time: a number, or several in turn
     batch_size: tuple[PositiveInt, ...] = Field((1,), min_length=1)
     # limit on the tokens of a batch, padding included
     max_tokens_in_cache: int | None = Field(None, ge=1)

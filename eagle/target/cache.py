@@ -21,12 +21,12 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from eagle.target.slots import CacheBuffer, SlotCache, copy_columns
+from eagle.target.slots import CacheBuffer, RowCache, copy_columns
 from eagle.target.trees.mixers import Mixers
-from eagle.target.trees.text_states import TextStates, count_states
+from eagle.target.trees.sequence_states import SequenceStates, count_states
 
 
-class TreeCache(SlotCache, Cache):
+class TreeCache(RowCache, Cache):
     """A target's keys, values and tapped states, and the states of its mixers if it has any."""
 
     # names of lists with an entry for each layer that the model's own kind of cache has beside keys and values
@@ -45,11 +45,11 @@ class TreeCache(SlotCache, Cache):
             stateful: by layer index the number of recurrent states that it keeps, for layers that keep any.
             mixers: the modules that read and write these states.
         """
-        SlotCache.__init__(self)
+        RowCache.__init__(self)
         self.mixers = mixers
-        self.states: TextStates | None = None
+        self.states: SequenceStates | None = None
         if mixers and mixers.mixers:
-            self.states = TextStates()
+            self.states = SequenceStates()
         # every layer could have keys and values: a model's own cache has them where it attends
         layers: list[Any] = [_Layer(self) for _ in range(num_layers)]
         for layer_index, number_of_states in (stateful or {}).items():
@@ -68,7 +68,7 @@ class TreeCache(SlotCache, Cache):
         *,
         commits: bool = False,
     ) -> None:
-        """Let the next forward write to these cache rows, as in `SlotCache`.
+        """Let the next forward write to these cache rows, as in `RowCache`.
 
         Args:
             cache_rows: the cache rows that the forward writes to.
@@ -139,7 +139,7 @@ class TreeCache(SlotCache, Cache):
         paths: Mapping[int, Sequence[int]],
         counts: Mapping[int, int] | None = None,
     ) -> None:
-        """Commit columns as in `SlotCache.keep`, and the recurrent states after them."""
+        """Commit columns as in `RowCache.keep`, and the recurrent states after them."""
         if self.states is not None:
             if counts is None:
                 counts = {cache_row: len(path) for cache_row, path in paths.items()}
@@ -167,7 +167,7 @@ class TreeCache(SlotCache, Cache):
             self.states.copy(source, target)
 
     def reserve(self, cache_rows: int, columns: int, most: int | None = None) -> None:
-        """Reserve cache rows and columns as in `SlotCache`, and make the recurrent states fit."""
+        """Reserve cache rows and columns as in `RowCache`, and make the recurrent states fit."""
         super().reserve(cache_rows, columns, most)
         if self.states is not None:
             self.states.resize(len(self.lengths))
@@ -249,7 +249,7 @@ class _Layer(CacheLayerMixin):
     is_sliding = False
     is_croppable = True
 
-    def __init__(self, owner: SlotCache) -> None:
+    def __init__(self, owner: RowCache) -> None:
         """Make a layer without keys and values; `owner` is the cache that it belongs to."""
         super().__init__()
         self.owner = owner

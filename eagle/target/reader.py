@@ -214,7 +214,7 @@ class TreeReader:
         tokens = torch.arange(3, 9, device=self.masks.device).view(2, 3) % self.config.vocab_size
         return self.base(input_ids=tokens, use_cache=True, **{self.cache_name: cache})
 
-    def read_texts(self, tokens: Tensor, media: Mapping[str, Any] | None = None) -> Tensor:
+    def read_sequences(self, tokens: Tensor, media: Mapping[str, Any] | None = None) -> Tensor:
         """Return [B, T, D], the LM head's input at whole sequences, by one forward without a cache or a tree.
 
         Args:
@@ -435,7 +435,7 @@ class TreeReader:
         """
         # the inputs of two layers may have different layouts, so each is looked at
         with self.tapping(tuple(range(len(self.layers)))) as tapped:
-            last = self.read_texts(tokens)
+            last = self.read_sequences(tokens)
         for tap, states in tapped.items():
             layout = find_layout(states, tokens.shape[1], self.config.hidden_size)
             if layout is not None:

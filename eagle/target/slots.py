@@ -27,7 +27,7 @@ def with_room(columns: int) -> int:
 class CacheBuffer:
     """One buffer [rows, X, columns, D] of a cache; X and D are those of the first write."""
 
-    def __init__(self, cache: SlotCache) -> None:
+    def __init__(self, cache: RowCache) -> None:
         self.cache = cache
         self.tensor = torch.empty(0, 0, 0, 0)
 
@@ -83,7 +83,7 @@ class CacheBuffer:
             self.tensor[: common.shape[0], :, : common.shape[2]] = common
 
 
-class SlotCache:
+class RowCache:
     """Buffers with a cache row for each sequence.
 
     A cache row holds the committed columns of its sequence, and after them the columns of the last forward, such as

@@ -22,7 +22,7 @@ from eagle.core.sampling import rank_tokens
 from eagle.core.tree import DraftTree, TargetOutput
 from eagle.core.verify import Choose, check_choice
 from eagle.device import pick_rows, upload
-from eagle.target.view import TargetTexts
+from eagle.target.view import TargetSequences
 
 PREFILL_CHUNK = 1024  # tokens of a prompt's forward, padding included
 LOGIT_ROWS = 64  # tokens of a prompt whose logits are computed at once
@@ -173,7 +173,7 @@ class TargetState:
         self._reserve(cache_row + 1)
         self.rows.append(new_row)
         self.cache.copy(self._cache_row(row), cache_row)
-        self.sequences[cache_row] = list(self.text(row))
+        self.sequences[cache_row] = list(self.sequence(row))
         # after the rows being decoded, and before those whose prompts are still being read
         self._swap(cache_row, self.num_decoding)
         self.num_decoding += 1
@@ -307,7 +307,7 @@ class TargetState:
             logits[None],
             features=None,
             start=len(prompt) - 1,
-            text=prompt[:-1],
+            sequence=prompt[:-1],
         )
         return PromptOutput(prompt, features, output, Followers.join(self.followers.pop(row, [])))
 
@@ -396,13 +396,12 @@ class TargetState:
             features = None
             if states is not None:
                 features = states[index, :, : sizes[index]].transpose(0, 1)
-            text = self.sequences[cache_rows[index]]
             outputs[row] = TargetOutput(
                 tree,
                 logits[index],
                 features,
                 start=starts[index],
-                text=text,
+                sequence=self.sequences[cache_rows[index]],
             )
         return outputs
 
@@ -475,9 +474,9 @@ class TargetState:
         buffer = self.cache.tapped.tensor[self._cache_row(row)]
         return buffer.index_select(1, upload(torch.tensor(columns), buffer.device)).transpose(0, 1)
 
-    def lend(self) -> TargetTexts:
+    def lend(self) -> TargetSequences:
         """Return access to the rows' keys and values, for a drafter that reads the target's cache."""
-        return TargetTexts(self.target.view(), self)
+        return TargetSequences(self.target.view(), self)
 
     def _forward(
         self,
@@ -535,7 +534,7 @@ class TargetState:
         """Return the number of a row's committed tokens."""
         return self.cache.lengths[self._cache_row(row)]
 
-    def text(self, row: int) -> list[int]:
+    def sequence(self, row: int) -> list[int]:
         """Return a row's committed tokens."""
         return self.sequences[self._cache_row(row)]
 

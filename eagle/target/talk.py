@@ -193,20 +193,20 @@ def prepare_media(processor: Any, shown: Shown, tokens: Tensor) -> dict[str, Any
             )
     # the store may have cut the sequence after T tokens
     whole = token_ids(process(processor, shown.text, [path for path, _ in shown.images]))
-    text = first_tokens(whole, len(tokens))
-    if text != tokens.tolist():
+    sequence = first_tokens(whole, len(tokens))
+    if sequence != tokens.tolist():
         raise ValueError(
             f"the target's processor gives other tokens for the text {shown.text!r:.60} than when it was tokenised: "
             "remove the cache of tokens (data.cache) and the feature store, which are made anew"
         )
-    return media_of(text)
+    return media_of(sequence)
 
 
 def inputs_of(model: Any, prompt: list[int], answer: list[int]) -> dict[str, Any]:
     """Return the arguments of the model's own forward for a prompt with its images and the beginning of an answer."""
-    text = with_answer(prompt, answer)
-    inputs: dict[str, Any] = {"input_ids": torch.tensor([text], device=model.device)}
-    for name, value in media_of(text).items():
+    sequence = with_answer(prompt, answer)
+    inputs: dict[str, Any] = {"input_ids": torch.tensor([sequence], device=model.device)}
+    for name, value in media_of(sequence).items():
         if not is_setting(name, value):
             # pixels take the model's dtype, and indices stay integers
             dtype = model.dtype if value.is_floating_point() else value.dtype
@@ -215,9 +215,9 @@ def inputs_of(model: Any, prompt: list[int], answer: list[int]) -> dict[str, Any
     return inputs
 
 
-def first_tokens(text: list[int], count: int) -> list[int]:
-    """Return the first `count` tokens of a text, with its images, all of whose tokens must be among them."""
-    return _with_media(text[:count], media_of(text), lambda types: types[:, :count])
+def first_tokens(sequence: list[int], count: int) -> list[int]:
+    """Return the first `count` tokens of a sequence, with its images, all of whose tokens must be among them."""
+    return _with_media(sequence[:count], media_of(sequence), lambda types: types[:, :count])
 
 
 def with_answer(prompt: list[int], answer: list[int]) -> list[int]:

@@ -110,14 +110,14 @@ def find_feature_fault(reader: Any) -> str | None:
     changed = tokens.clone()
     changed[-1] = (changed[-1] + 1) % reader.config.vocab_size
     # of both sequences, the states before the last token, which a causal model computes without it
-    states = reader.read_texts(torch.stack([tokens, changed]))[:, :-1].float()
+    states = reader.read_sequences(torch.stack([tokens, changed]))[:, :-1].float()
     change = float((states[0] - states[1]).norm() / states[0].norm())
     # the relative difference that rounding may make, which in half precision grows from layer to layer
     limit = 1e-3 if reader.original.dtype in (torch.float32, torch.float64) else 0.1
     if change <= limit:
         return None
     return (
-        "reads each token of a text with those behind it in view "
+        "reads each token of a sequence with those behind it in view "
         f"(another last token changes the states before it by {change:.1%}), so a head would learn from the tokens "
         "that it is to draft"
     )
@@ -129,7 +129,7 @@ def tell_what_works(reader: Any) -> str:
         fault = find_feature_fault(reader)
     # ImportError comes from kernels that are not installed
     except (*FAILURES, ImportError):
-        return "Its forward over a text fails, too."
+        return "Its forward over a sequence fails, too."
     if fault:
         return f"Nor are there features for a head: it {fault}."
     return "Taps, extraction and training work; decoding does not."

@@ -40,7 +40,7 @@ from eagle.target.state import TargetState
 from eagle.target.structure import device_of
 from eagle.target.talk import ChatMixin
 from eagle.target.taps import refuse_taps
-from eagle.target.trees.text_states import count_states
+from eagle.target.trees.sequence_states import count_states
 from eagle.target.view import TargetView
 from eagle.target.weights.dense import borrowed_layers, find_tensor
 from eagle.target.weights.packed import count_packed, pack_model, to_plain, unpack_model
@@ -452,9 +452,9 @@ class Target(ChatMixin):
         """
         if 0 < start <= self.border < end:
             raise ValueError(
-                f"{self.config.model_type} reads texts of more than {self.border} tokens with other rotary frequencies "
-                f"throughout, and so cannot grow from {start} tokens to {end}: keep prompt and max_new_tokens within "
-                f"{self.border} together, or begin with a prompt that is longer than that"
+                f"{self.config.model_type} reads sequences of more than {self.border} tokens with other rotary "
+                f"frequencies throughout, and so cannot grow from {start} tokens to {end}: keep prompt and "
+                f"max_new_tokens within {self.border} together, or begin with a prompt that is longer than that"
             )
 
     @torch.no_grad()
@@ -480,7 +480,7 @@ class Target(ChatMixin):
         self.check_taps(taps)
         self.check_images(tokens, media)
         with self.lock, self.reader.tapping(taps) as tapped:
-            tapped[-1] = self.reader.read_texts(tokens, media)
+            tapped[-1] = self.reader.read_sequences(tokens, media)
         return torch.stack([tapped[tap].to(self.device, dtype) for tap in taps], dim=2)
 
     def width_of(self, taps: tuple[int, ...]) -> int:

@@ -353,7 +353,7 @@ class _Layer(nn.Module):
         return result
 
 
-class TargetTexts:
+class TargetSequences:
     """The rows of a target's state, for a drafter that reads their keys and values and drafts after them.
 
     Drafted columns are not committed; the target's next forward overwrites them.
@@ -429,8 +429,8 @@ class TargetTexts:
             count: N, the number of tokens that are read.
             observe: gets a layer's index, queries [1, H, N, D], keys [1, X, T, D] and the scale of their product.
         """
-        text = self.state.text(row)
-        start = len(text) - count
+        sequence = self.state.sequence(row)
+        start = len(sequence) - count
         # keys and values of the tokens before: those of the last `count` are computed again
         lent = []
         for layer in range(len(self.state.cache.layers)):
@@ -438,8 +438,8 @@ class TargetTexts:
             lent.append((keys[None, :, :start], values[None, :, :start]))
         (cache_row,) = self._cache_rows([row])
         cache = BorrowedCache(lent, self.state.cache.offsets.get(cache_row, 0))
-        tokens = torch.tensor([text[start:]])
-        positions = torch.arange(start, len(text))[None]
+        tokens = torch.tensor([sequence[start:]])
+        positions = torch.arange(start, len(sequence))[None]
         reader = self.view.reader
         with self.view.lock, observing(reader.settings, observe):
             reader(tokens, positions, None, cache)

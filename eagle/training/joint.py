@@ -30,19 +30,19 @@ class AdapterDropout(nn.Dropout):
     An input that is no padded batch of these sequences gets plain dropout.
     """
 
-    texts: TextDropout | None = None  # draws for the sequences of the batch that is read now
+    dropout: TextDropout | None = None  # draws for the sequences of the batch that is read now
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the adapter's input [B, T, ..] with dropout."""
         # experts of a mixture, for one, read rows that are no padded sequences
         if (
-            self.texts is None
+            self.dropout is None
             or not self.training
             or x.ndim != 3
-            or len(x) != len(self.texts.counts)
+            or len(x) != len(self.dropout.counts)
         ):
             return super().forward(x)
-        return self.texts.drop_padded(x)
+        return self.dropout.drop_padded(x)
 
 
 class StepPart(NamedTuple):
@@ -103,7 +103,7 @@ class Joint(nn.Module):
                 self.settings.dropout, part.seeds, counts, self.target_head.weight.device
             )
         for module in self.dropouts:
-            module.texts = dropout
+            module.dropout = dropout
         batch, original_states = self.read(examples, compare=self.settings.loss == "kl")
         target = part.share * self.target_loss(batch, original_states)
         batch = replace(batch, seeds=part.seeds or batch.seeds, divisors=part.divisors)

@@ -96,8 +96,8 @@ class Plan:
         It is the part's share of the step's supervised tokens, or of its examples with `mean_over: texts`. An example
         counts in the first part that has it, so that a part which repeats one weighs nothing.
         """
-        by_text = self.settings.mean_over == "texts"
-        remaining = {index: 1 if by_text else self.slots[index] for index in self.step(step)}
+        by_sequence = self.settings.mean_over == "texts"
+        remaining = {index: 1 if by_sequence else self.slots[index] for index in self.step(step)}
         total = sum(remaining.values())
         weights = []
         for part in parts:
@@ -192,18 +192,18 @@ class Dealer:
         self.rank = rank
         self.processes = processes
         self.part_count = processes * plan.settings.accumulation
-        self.by_text = plan.settings.mean_over == "texts"
-        if self.by_text and self.part_count < plan.settings.batch_size:
-            texts = plan.settings.batch_size
+        self.by_sequence = plan.settings.mean_over == "texts"
+        if self.by_sequence and self.part_count < plan.settings.batch_size:
+            count = plan.settings.batch_size
             raise ValueError(
-                f"train.mean_over=texts takes the mean of one text at a time, and the {texts} texts of a step lie in "
-                f"{self.part_count} parts: give train.accumulation={math.ceil(texts / processes)}"
+                f"train.mean_over=texts takes the mean of one sequence at a time, and the {count} sequences of a step "
+                f"lie in {self.part_count} parts: give train.accumulation={math.ceil(count / processes)}"
             )
         # whether a part's loss terms are known only once it is loaded, and the divisors need those of all other parts
         self.must_count_first = (
             (head.counts_by_forward or features.sampled)
             and self.part_count > 1
-            and not self.by_text
+            and not self.by_sequence
         )
         # all parts of a step ask for them, and loading ahead asks for those of the next step
         self.divisors_of = lru_cache(2)(self._divisors_of)
@@ -280,7 +280,7 @@ class Dealer:
         None where each batch is divided by its own (a step is one part, or the loss is a mean over each sequence), and
         where the divisors must be counted first.
         """
-        if self.must_count_first or self.part_count == 1 or self.by_text:
+        if self.must_count_first or self.part_count == 1 or self.by_sequence:
             return None
         # all processes know all masks, so that nothing is exchanged
         indices = self.plan.step(step)

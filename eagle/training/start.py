@@ -63,8 +63,8 @@ def open_features(
     shard = recipe.features.shard_target
     if shard and not recipe.features.store and recipe.data.images is not None:
         raise ValueError(
-            "features.shard_target and data.images exclude one another: texts with images are read one by one, and all "
-            "processes must read together; expected features.store, or a target that one device holds"
+            "features.shard_target and data.images exclude one another: examples with images are read one by one, and "
+            "all processes must read together; expected features.store, or a target that one device holds"
         )
     target = Target.load(**recipe.target.model_dump(), device="cpu" if shard else "auto")
     if shard:
@@ -226,7 +226,7 @@ def first_head(
 def _supervised_tokens(features: Features) -> Iterator[Tensor]:
     """Yield the supervised tokens of every example; the most frequent ones become a draft vocabulary."""
     for index in range(len(features)):
-        tokens, loss_mask = features.text(index)
+        tokens, loss_mask = features.tokens_and_mask(index)
         yield tokens[loss_mask]
 
 

@@ -77,7 +77,7 @@ def train_jointly(
     # such a target's states of a sequence would depend on the others of its batch
     if features.target.border < float("inf"):
         raise ValueError(
-            "this target's rotary frequencies depend on the longest text of a batch: it is not trained"
+            "this target's rotary frequencies depend on the longest sequence of a batch: it is not trained"
         )
     with lock_folder(recipe.train.out, hold=accelerator.is_main_process):
         run = _JointRun(accelerator, recipe, recipe.joint, head, features, commit=commit)
@@ -254,8 +254,8 @@ class _JointRun:
         sums: dict[str, Tensor] = {}
         for index in self.plan.validation[accelerator.process_index :: accelerator.num_processes]:
             with accelerator.autocast():
-                text_sums = self.joint.validate([self.features.examples[index]], TREES)
-            on_host = {name: value.double().cpu() for name, value in text_sums.items()}
+                example_sums = self.joint.validate([self.features.examples[index]], TREES)
+            on_host = {name: value.double().cpu() for name, value in example_sums.items()}
             sums = add_sums(sums, on_host)
         self.joint.train()
         sums = reduce(add_sums, gather_object([sums]))

@@ -176,7 +176,7 @@ def _check_mode(
         if given.get(name) is not None:
             raise ValueError(
                 f"{name} was passed, and a decoder with drafts keeps its own cache: leave it out; a prompt that goes "
-                "on from the last call's only text is not read again"
+                "on from the last call's only sequence is not read again"
             )
     if config.cache_implementation == "quantized":
         raise ValueError(
@@ -230,7 +230,7 @@ def _split_padding(
         if False in marks[start:end]:
             # without a mask, transformers guesses one from pad_token_id, which may also occur within a prompt
             raise ValueError(
-                f"attention_mask hides tokens within row {i}, expected padding on the sides of a text alone: "
+                f"attention_mask hides tokens within row {i}, expected padding on the sides of a sequence alone: "
                 "where no mask was given, transformers hides every pad_token_id, so pass a mask of ones"
             )
         prompts.append(tokens[start:end])

@@ -18,7 +18,7 @@ from eagle.core.drafter import TargetHead, TrainableDrafter
 from eagle.core.examples import Features, collate, gate_mask, trim_mask
 from eagle.data.features import roles_of
 from eagle.data.identity import tap_identity
-from eagle.data.stored_rows import TapRoles, TextSizes, mean_bytes, parts_of
+from eagle.data.stored_rows import SequenceSizes, TapRoles, mean_bytes, parts_of
 from eagle.disk import lock_folder
 from eagle.drafters import settings_of
 from eagle.log import progress
@@ -149,7 +149,7 @@ class TrainingRun:
 
     def sizes(self) -> Entry:
         """Return how many weights the head trains, and the bytes of what it reads of each token."""
-        texts = TextSizes.of((self.features.mask(i), 0) for i in range(len(self.features)))
+        texts = SequenceSizes.of((self.features.mask(i), 0) for i in range(len(self.features)))
         token_bytes = mean_bytes(
             parts_of(tap_identity(self.roles)),
             self.recipe.features.dtype,

@@ -26,15 +26,15 @@ VALIDATED = (
 )
 STATES = "batch.select_taps(self.taps)[slots, 0]"
 MIXED = '''
-from eagle.core.drafter import EachText
+from eagle.core.drafter import PerSequenceState
 from eagle.core.row_errors import run_rows
 
 
-class Mixed(EachText):
+class Mixed(PerSequenceState):
     """Texts of which all are drafted for with what is kept of the first."""
 
     def propose(self, updates, budgets):
-        return run_rows(updates, lambda row: self.texts[min(self.texts)].propose(updates[row], budgets[row]))
+        return run_rows(updates, lambda row: self.sequences[min(self.sequences)].propose(updates[row], budgets[row]))
 
 
 '''
@@ -67,13 +67,13 @@ FAULTS = {
     ),
     "kept on the drafter": Fault(
         {
-            "return RecurrentText(self, noise)": (
-                "self.text = getattr(self, 'text', RecurrentText(self, noise))\n"
+            "return RecurrentSequence(self, noise)": (
+                "self.text = getattr(self, 'text', RecurrentSequence(self, noise))\n"
                 "        return self.text"
             )
         },
         "begin forgets",
-        "a second text is not drafted as if it were the first",
+        "a second sequence is not drafted as if it were the first",
     ),
     "looks into the future": Fault(
         shifted_states(3),
@@ -124,7 +124,7 @@ FAULTS = {
     ),
     "sequences mixed up": Fault(
         {
-            "class RecurrentText:": f"{MIXED}class RecurrentText:",
+            "class RecurrentSequence:": f"{MIXED}class RecurrentSequence:",
             "    def begin(self": "    def open(self):\n        return Mixed(self)\n\n    def begin(self",
         },
         "side by side",
@@ -133,7 +133,7 @@ FAULTS = {
     "a bug": Fault(
         {"        self.length += len(update.tokens)": "        self.lenght += len(update.tokens)"},
         "a tree is rooted",
-        "AttributeError: 'RecurrentText' object has no attribute 'lenght'",
+        "AttributeError: 'RecurrentSequence' object has no attribute 'lenght'",
     ),
 }
 # the probs of a draft are flat, whatever its tokens were sampled from

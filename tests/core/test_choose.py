@@ -58,7 +58,7 @@ def make_output(
         logits.to(dtype),
         features=None,
         start=4,
-        text=[3, 20, 21, 21],
+        sequence=[3, 20, 21, 21],
     )
 
 

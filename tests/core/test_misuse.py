@@ -321,6 +321,6 @@ def test_a_method_that_cannot_begin_a_sequence_says_what_is_missing() -> None:
         Unwritten().begin()
     with pytest.raises(
         NotImplementedError,
-        match=r"^Reader cannot draft without the target's texts: call open_with$",
+        match=r"^Reader cannot draft without the target's sequences: call open_with$",
     ):
         Reader().begin()

@@ -201,7 +201,7 @@ def test_an_output_knows_the_whole_text_of_a_node() -> None:
         logits,
         features,
         start=2,
-        text=[1, 2],
+        sequence=[1, 2],
     )
     prefixes = [output.prefix(node) for node in range(4)]
     assert prefixes == [
@@ -216,7 +216,7 @@ def test_an_output_knows_the_whole_text_of_a_node() -> None:
         logits,
         None,
         start=2,
-        text=[1, 2],
+        sequence=[1, 2],
     )
     assert untapped.features_at([0]) is None
 

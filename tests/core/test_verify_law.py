@@ -370,7 +370,7 @@ def read(tree: DraftTree, logits: Laws) -> TargetOutput:
         torch.stack(rows),
         features=None,
         start=2,
-        text=[1, 2],
+        sequence=[1, 2],
     )
 
 

@@ -24,7 +24,7 @@ from eagle.data.features import (
 )
 from eagle.data.identity import identity
 from eagle.data.shards import plan_shards
-from eagle.data.stored_rows import TapRoles, TextSizes, parts_of
+from eagle.data.stored_rows import SequenceSizes, TapRoles, parts_of
 from eagle.recipe import Recipe
 from tests.families import FAMILIES, VOCAB_SIZE, build
 from tests.quantised import add_config, write_fp8, write_plain
@@ -126,7 +126,7 @@ def test_sequences_beyond_the_targets_positions_are_refused() -> None:
             {"taps": [-1], "dtype": "float32"},
         )
     section = Recipe.load(RECIPE).features
-    sizes = TextSizes.of([(mask, 0)])
+    sizes = SequenceSizes.of([(mask, 0)])
     with pytest.raises(ValueError, match=r"set data\.max_length to at most 256"):
         plan_extraction(
             sizes,
@@ -140,7 +140,7 @@ def test_sequences_beyond_the_targets_positions_are_refused() -> None:
 def test_every_process_gets_shards(processes: int, shards: int) -> None:
     """Of a store that fits into one file, too: each process computes whole shards."""
     target = Target(build("llama"))
-    sizes = TextSizes.of((torch.ones(10, dtype=torch.bool), 0) for _ in range(48))
+    sizes = SequenceSizes.of((torch.ones(10, dtype=torch.bool), 0) for _ in range(48))
     section = Recipe.load(RECIPE).features
     plan = plan_extraction(sizes, target, parts_of({"taps": [-1]}), section, processes)
     assert len(plan) == shards
@@ -158,7 +158,7 @@ def test_a_forecast_tells_size_and_time(fields: dict[str, Any], num_rows: int) -
     """Bytes are exact, by the masks; the time comes from a calibration."""
     target = Target(build("llama"))
     examples = [Example(tokens, torch.arange(len(tokens)) == 2) for tokens in make_sequences(4)]
-    sizes = TextSizes.of((example.loss_mask, 0) for example in examples)
+    sizes = SequenceSizes.of((example.loss_mask, 0) for example in examples)
     plan = plan_shards(LENGTHS, 1, 40)
     line = forecast(
         target,

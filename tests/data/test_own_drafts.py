@@ -164,7 +164,7 @@ def test_sequences_and_states_are_the_targets_own(name: str, target: Target) -> 
     assert len(features.written) == PROMPTS
     for index, example in enumerate(features.written.values()):
         start = int(example.loss_mask.nonzero()[0])
-        prompt = features.text(index)[0][:start].tolist()
+        prompt = features.tokens_and_mask(index)[0][:start].tolist()
         alone = generate(
             target,
             NoDrafter(),

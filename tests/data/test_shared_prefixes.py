@@ -32,7 +32,7 @@ from eagle.data.features import (
 from eagle.data.identity import tap_identity
 from eagle.data.shards import RowPlaces, StoredPlan, plan_shards
 from eagle.data.store import FeatureStore
-from eagle.data.stored_rows import TapRoles, TextSizes, parts_of, slots_of
+from eagle.data.stored_rows import SequenceSizes, TapRoles, parts_of, slots_of
 from eagle.disk import sha256
 from eagle.recipe import Recipe
 from tests.chats import changed
@@ -108,7 +108,7 @@ def make_store(
     roles: TapRoles = ROLES,
 ) -> FeatureStore:
     """Return a complete store of these examples, in shards of some conversations."""
-    sizes = TextSizes.of((example.loss_mask, example.shared) for example in examples)
+    sizes = SequenceSizes.of((example.loss_mask, example.shared) for example in examples)
     plan = plan_shards(
         sizes.tokens.tolist(),
         64,
@@ -339,7 +339,7 @@ def test_places_of_rows(sizes: list[tuple[int, int]]) -> None:
 def test_conversations_stay_in_one_batch(limits: tuple[int, int], target: Target) -> None:
     """Every example is planned once; a forecast says what is shared."""
     examples = make_examples(5, (3, 1, 4, 2, 5, 1, 2))
-    sizes = TextSizes.of((example.loss_mask, example.shared) for example in examples)
+    sizes = SequenceSizes.of((example.loss_mask, example.shared) for example in examples)
     plan = plan_shards(
         sizes.tokens.tolist(),
         *limits,

@@ -154,7 +154,7 @@ def test_others_can_read_and_check_the_shards(whole: Path) -> None:
     for batch in store.plan[0]:
         for number in batch:
             for kind in sizes:
-                sizes[kind] += len(slots_of(store.text(number)[1], kind))
+                sizes[kind] += len(slots_of(store.tokens_and_mask(number)[1], kind))
     assert tensors["features"].shape == (sizes["read"], 2, 128)
     assert tensors["taught_features"].shape == (sizes["taught"], 1, 128)
     assert sizes["taught"] < sizes["read"] <= store.index["shard_tokens"][0]

@@ -23,8 +23,8 @@ from eagle.data.shards import plan_shards
 from eagle.data.store import FeatureStore
 from eagle.data.stored_rows import (
     DTYPES,
+    SequenceSizes,
     TapRoles,
-    TextSizes,
     mean_bytes,
     pack_features,
     parts_of,
@@ -260,7 +260,7 @@ def test_a_store_holds_the_bytes_of_the_forecast(
         assert num_finite == [num_read, num_read, len(taught)]
         assert got.features[taught, 2].isfinite().all()
     # 150 tokens in all, headers not counted
-    sizes = TextSizes.of((example.loss_mask, 0) for example in examples)
+    sizes = SequenceSizes.of((example.loss_mask, 0) for example in examples)
     expected_size = (
         mean_bytes(
             parts_of(fields),

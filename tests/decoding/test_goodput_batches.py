@@ -269,7 +269,7 @@ def test_a_batch_of_unknown_costs_is_refused() -> None:
     """Costs of one sequence say nothing of four."""
     policy = Goodput([0.0, 0.1], [1.0, 1.1])
     rows = dict.fromkeys(range(4), 1)
-    with pytest.raises(ValueError, match="what 1 text at a time costs"):
+    with pytest.raises(ValueError, match="what 1 sequence at a time costs"):
         policy.share(rows, rows)
 
 

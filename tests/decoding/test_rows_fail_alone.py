@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from eagle import Budget, Sampling, Target, Trace, generate, stream
-from eagle.core.drafter import Committed, Drafter, EachText, Noise
+from eagle.core.drafter import Committed, Drafter, Noise, PerSequenceState
 from eagle.core.trace import Cycle
 from eagle.core.tree import DraftTree, chain_paths
 from eagle.data.on_policy import sample_answers
@@ -70,7 +70,7 @@ class FaultyBatch(Faulty):
         return BatchState(self)
 
 
-class BatchState(EachText):
+class BatchState(PerSequenceState):
     """Raise without saying which row it was, with the rows after it not updated."""
 
     def propose(
@@ -82,7 +82,7 @@ class BatchState(EachText):
             assert update.features is not None
             # also where a state is made again and reads its whole sequence
             assert len(update.features) == len(update.tokens)
-            trees[row] = self.texts[row].propose(
+            trees[row] = self.sequences[row].propose(
                 update,
                 budgets[row],
             )
@@ -174,7 +174,7 @@ def answer_batch(
 ) -> list[Trace]:
     """Answer the prompts, and check the warning that one failed."""
     options = {"max_new_tokens": LIMIT, "stop": [], "batch_size": 4, **options}
-    warning = rf"1 of {COUNT} texts ended with an error, see trace\.error; prompt {bad_index}"
+    warning = rf"1 of {COUNT} sequences ended with an error, see trace\.error; prompt {bad_index}"
     with pytest.warns(RuntimeWarning, match=warning):
         return generate(target, drafter, make_prompts(bad_index), **options)
 
@@ -232,14 +232,14 @@ def test_a_row_that_cannot_begin_or_end(
     call: str, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error is in its trace; an answer that was whole before stays whole."""
-    original = getattr(EachText, call)
+    original = getattr(PerSequenceState, call)
 
-    def fail_for_one_row(state: EachText, row: int, *args: Any) -> None:
+    def fail_for_one_row(state: PerSequenceState, row: int, *args: Any) -> None:
         original(state, row, *args)
         if row == 2:
             raise RuntimeError("no room")
 
-    monkeypatch.setattr(EachText, call, fail_for_one_row)
+    monkeypatch.setattr(PerSequenceState, call, fail_for_one_row)
     traces = answer_batch(target, NgramDrafter(), 2, batch_size=3)
     if call == "admit":
         check_answers(target, 2, traces, "no room")
@@ -330,7 +330,7 @@ def test_a_policy_that_fails_for_one_sequence(call: str, target: Target) -> None
         "stop": [],
         "batch_size": COUNT,
     }
-    with pytest.warns(RuntimeWarning, match=f"1 of {COUNT} texts ended with an error"):
+    with pytest.warns(RuntimeWarning, match=f"1 of {COUNT} sequences ended with an error"):
         traces = generate(
             target,
             NoDrafter(),

@@ -129,7 +129,7 @@ def test_a_state_is_not_disturbed_by_a_stream(target: Target) -> None:
         rtol=1e-4,
         atol=1e-5,
     )
-    assert state.text(0) == text
+    assert state.sequence(0) == text
 
 
 @pytest.mark.slow

@@ -130,7 +130,7 @@ def check_one_error(target: Target, message: str, expected: Answers) -> None:
         "max_new_tokens": 17,
         "stop": [],
     }
-    with pytest.warns(RuntimeWarning, match="1 of 3 texts"):
+    with pytest.warns(RuntimeWarning, match="1 of 3 sequences"):
         traces: list[Trace] = generate(
             target,
             new_drafter("eagle3", target),

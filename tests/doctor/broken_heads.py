@@ -23,7 +23,7 @@ from bench.machine import made_on
 from eagle.core.examples import Batch
 from eagle.doctor import Diagnosis, diagnose
 from eagle.doctor.examine import borrow_embedding, open_head
-from eagle.doctor.texts import answer_prompts, read_prompts, render_prompts
+from eagle.doctor.target_answers import answer_prompts, read_prompts, render_prompts
 from eagle.formats.checkpoint import load_head, save_pretrained
 from eagle.formats.export import export
 from eagle.formats.reading.foreign import inspect

@@ -11,7 +11,7 @@ from torch import Tensor
 from eagle import Target
 from eagle.core.examples import Batch
 from eagle.doctor.agreement import Agreement
-from eagle.doctor.texts import answer_prompts
+from eagle.doctor.target_answers import answer_prompts
 from eagle.drafters import DRAFTERS, settings_of
 from tests.families import random_tokens
 from tests.trained import fixture_seed

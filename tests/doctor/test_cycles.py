@@ -13,7 +13,7 @@ from torch import Tensor
 from eagle import Budget, Target, generate
 from eagle.core.tree import chain_paths
 from eagle.doctor.agreement import expect_accepted, measure, visit_slots
-from eagle.doctor.texts import answer_prompts
+from eagle.doctor.target_answers import answer_prompts
 from eagle.doctor.wiring import Wiring
 from tests.doctor.small_heads import train_head
 from tests.families import random_tokens

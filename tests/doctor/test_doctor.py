@@ -19,7 +19,7 @@ from eagle.core.tree import chain_paths
 from eagle.doctor.agreement import Agreement, chain_length, measure
 from eagle.doctor.examine import describe_prompts, diagnose, forecast
 from eagle.doctor.probes import Probe, list_probes
-from eagle.doctor.texts import answer_prompts, every_tap, read_states, split_texts
+from eagle.doctor.target_answers import answer_prompts, every_tap, read_states, split_answers
 from eagle.doctor.verdict import Diagnosis, Effect, Gain, decide
 from eagle.doctor.wiring import Wiring
 from eagle.drafters.parts.validation import figures
@@ -295,7 +295,7 @@ def test_it_tells_whose_prompts_were_answered(file: str | None, says: str) -> No
 
 def test_texts_that_confirm_had_no_part_in_choosing(texts: Batch) -> None:
     """The parts share no prompt, have their own features, and are all texts together."""
-    chosen, others = split_texts(texts, 4)
+    chosen, others = split_answers(texts, 4)
     assert chosen.lengths == texts.lengths[:2]
     assert others.lengths == texts.lengths[2:]
     for name in ("tokens", "loss_mask", "features"):
@@ -307,7 +307,7 @@ def test_texts_that_confirm_had_no_part_in_choosing(texts: Batch) -> None:
     # features of a 70B target take 7 GB, and are not copied
     assert chosen.features.data_ptr() == texts.features.data_ptr()
     # there is too little to divide
-    assert split_texts(chosen, 3) == (chosen, chosen)
+    assert split_answers(chosen, 3) == (chosen, chosen)
 
 
 # of answers of ten tokens to two prompts: the second round has enough

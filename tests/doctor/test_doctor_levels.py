@@ -19,7 +19,7 @@ from eagle.core.drafter import TargetHead, TrainableDrafter
 from eagle.core.examples import Batch
 from eagle.doctor import diagnose
 from eagle.doctor.examine import open_head
-from eagle.doctor.texts import select_texts
+from eagle.doctor.target_answers import select_answers
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.drafters.parts.decoder_block import head_shape
 from eagle.formats.checkpoint import save_head, save_pretrained
@@ -173,7 +173,7 @@ def test_a_registered_head_is_opened(
 def test_levels_of_medusa_in_the_wrong_order_are_named(target: Target, texts: Batch) -> None:
     """Its blocks, or its blocks and LM heads where whole levels were read in another order."""
     # two answers are learned by heart in a few hundred steps
-    few = select_texts(texts, 0, 2)
+    few = select_answers(texts, 0, 2)
     head = train_head({"kind": "medusa"}, target, few, 500, lr=1e-2)
     diagnosis = diagnose(head, target, few)
     assert diagnosis.verdict.startswith("healthy: level 1 names")
@@ -194,7 +194,7 @@ def test_healthy_heads_are_not_called_broken(
     name: str, target: Target, texts: Batch, tmp_path: Path
 ) -> None:
     """From its folder, with what it has and what it has not."""
-    few = select_texts(texts, 0, 2)
+    few = select_answers(texts, 0, 2)
     save_head(
         tmp_path,
         train_head({"kind": name}, target, few, 150, lr=1e-2),

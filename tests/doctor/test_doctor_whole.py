@@ -22,7 +22,7 @@ from eagle.decoding.decode import generate
 from eagle.doctor import ServerCounts, examine, read_server
 from eagle.doctor.agreement import measure
 from eagle.doctor.examine import try_templates
-from eagle.doctor.texts import NEW_TOKENS, answer_prompts, read_prompts, render_prompts
+from eagle.doctor.target_answers import NEW_TOKENS, answer_prompts, read_prompts, render_prompts
 from eagle.doctor.wiring import Wiring
 from eagle.drafters.recurrent.eagle1 import Eagle1
 from eagle.formats.checkpoint import load_head, save_head

@@ -14,7 +14,7 @@ from eagle import Target
 from eagle.__main__ import main
 from eagle.doctor import Diagnosis, Drift, measure_drift
 from eagle.doctor.drift import compare_cycles
-from eagle.doctor.texts import PROMPTS
+from eagle.doctor.target_answers import PROMPTS
 from eagle.doctor.verdict import Cycles
 from eagle.formats.checkpoint import save_head
 from tests.doctor.small_heads import make_head

@@ -17,7 +17,7 @@ from eagle.core.drafter import Committed, Drafter
 from eagle.core.tree import DraftTree
 from eagle.decoding.loop import Decoding
 from eagle.drafters import DRAFTERS
-from eagle.drafters.parts.text_state import WINDOW_CHUNK_TOKENS
+from eagle.drafters.parts.sequence_state import WINDOW_CHUNK_TOKENS
 from eagle.drafters.self_speculation.sparse_kv import SparseKv
 from eagle.drafters.several import FirstOf
 from tests.batches import own_model

@@ -21,7 +21,7 @@ from eagle.drafters import DRAFTERS as REGISTRY
 from eagle.drafters.draft_model import DraftModel, DraftModelSettings, ModelState
 from eagle.drafters.lookup.ngram import NgramDrafter
 from eagle.drafters.parts.decoder_block import Rotary, rotary_tables
-from eagle.drafters.parts.text_state import split_ragged
+from eagle.drafters.parts.sequence_state import split_ragged
 from eagle.drafters.recurrent.eagle1 import Eagle1
 from eagle.drafters.recurrent.head_state import HeadState
 from eagle.drafters.several import FirstOf

@@ -137,13 +137,13 @@ def test_a_method_without_weights_drafts_by_its_path_and_its_name(tiny_target: T
 
 
 KIND = 'kind: Literal["recurrent"] = "recurrent"'
-TEXT = "class RecurrentText:"
+TEXT = "class RecurrentSequence:"
 MINE = "mine.py:Recurrent"
 # the name in a recipe, what is changed in mine.py, and words of the error
 WRONG: list[tuple[str, dict[str, str], str]] = [
     ("gone.py:Recurrent", {}, r"no file at gone\.py"),
     ("mine.py:Recurent", {}, r"did you mean Recurrent\?"),
-    ("mine.py:RecurrentText", {}, "is no Drafter"),
+    ("mine.py:RecurrentSequence", {}, "is no Drafter"),
     (MINE, {f"    {KIND}\n": ""}, "has the name None"),
     (
         MINE,
@@ -151,7 +151,7 @@ WRONG: list[tuple[str, dict[str, str], str]] = [
         "is called 'eagle1', as",
     ),
     (MINE, {TEXT: f"1 / 0\n\n\n{TEXT}"}, r"line \d+: Zero"),
-    (MINE, {TEXT: "class RecurrentText"}, r"line \d+: Syntax"),
+    (MINE, {TEXT: "class RecurrentSequence"}, r"line \d+: Syntax"),
     (
         MINE,
         {"import torch\n": "import torch\nimport beside_it\n"},

@@ -18,7 +18,7 @@ from eagle.core.examples import Example, collate
 from eagle.drafters.draft_model import DraftModel, DraftModelSettings
 from eagle.drafters.lookup.ngram import NgramDrafter
 from eagle.target.reader import TreeReader
-from eagle.target.slots import SlotCache
+from eagle.target.slots import RowCache
 from eagle.target.state import TargetState
 from eagle.target.structure import decoder_layers
 from tests.families import PlantedTrees, RandomTrees
@@ -130,7 +130,7 @@ def test_features_are_the_untouched_models(name: str) -> None:
 def place_by_column(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give what follows an image the position of its column."""
     # three-dimensional rotary positions make text after an image come earlier than its column
-    monkeypatch.setattr(SlotCache, "from_columns", lambda _, positions: positions)
+    monkeypatch.setattr(RowCache, "from_columns", lambda _, positions: positions)
 
 
 def read_as_words(monkeypatch: pytest.MonkeyPatch) -> None:

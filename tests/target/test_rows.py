@@ -322,7 +322,7 @@ def test_any_sequences_are_read_and_kept_in_any_order() -> None:
         state.keep({row: paths[row] for row in kept})
         for row in kept:
             sequences[row] += trees[row].tokens[paths[row]].tolist()
-            assert state.text(row) == sequences[row]
+            assert state.sequence(row) == sequences[row]
             assert state.length(row) == len(sequences[row])
         if dice.random() < 0.25:
             row = dice.choice(list(sequences))

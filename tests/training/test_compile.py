@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 
 from eagle.core.examples import collate
 from eagle.drafters.draft_model import DraftModel
-from eagle.drafters.parts import text_blocks
+from eagle.drafters.parts import sequence_blocks
 from tests.unrolled_heads import ONE, SPANS, TAPS, frozen_head, new_head, texts_of
 
 # other lengths and numbers of sequences in each step
@@ -24,11 +24,11 @@ STEPS = [SPANS, ONE, {41: [(3, 40)]}, {12: [(2, 12)], 25: [(9, 24)]}]
 @pytest.fixture(autouse=True)
 def forget_graphs() -> Iterator[None]:
     """Begin with nothing compiled, and leave nothing."""
-    for reset in (torch._dynamo.reset, text_blocks.compile_part.cache_clear, counters.clear):
+    for reset in (torch._dynamo.reset, sequence_blocks.compile_part.cache_clear, counters.clear):
         reset()
     yield
     torch._dynamo.reset()
-    text_blocks.compile_part.cache_clear()
+    sequence_blocks.compile_part.cache_clear()
 
 
 def train(head: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -82,13 +82,13 @@ def test_a_fault_in_what_is_compiled_is_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Planted fault: a compiled part that computes something else."""
-    add_rows = text_blocks.add_rows
+    add_rows = sequence_blocks.add_rows
     eager = new_head(tmp_path, "hass", torch.float64)
     compiled = copy.deepcopy(eager)
 
     with monkeypatch.context() as patch:
         # the residual sum of a block
-        patch.setattr(text_blocks, "add_rows", lambda *args: add_rows(*args) * 1.001)
+        patch.setattr(sequence_blocks, "add_rows", lambda *args: add_rows(*args) * 1.001)
         compiled.compile_parts()
         losses, *_ = train(compiled, torch.float64)
 

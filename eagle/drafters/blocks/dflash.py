@@ -19,7 +19,7 @@ class DFlashSettings(InjectedSettings):
     """Settings of the head in a recipe."""
 
     kind: Literal["dflash"] = "dflash"
-    loss: Loss = "cross_entropy"  # towards the target's probs, or "tokens": towards the text's own, as published
+    loss: Loss = "cross_entropy"  # towards the target's probs, or "tokens": towards the sequence's own, as published
     d_pace: bool = False  # weigh levels by how far a draft is expected to get, instead of `decay`
 
 

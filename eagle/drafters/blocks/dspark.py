@@ -246,7 +246,9 @@ class DSparkSettings(InjectedSettings):
     gru_size: int = Field(1024, ge=1)  # of the GRU of "domino"
     unbiased: int = Field(1, ge=0)  # levels that "domino" leaves as they are
     confidence: bool = True  # learn how likely each level is accepted
-    likelihood: float = Field(0.1, ge=0)  # weight of the cross-entropy with the text's own tokens
+    likelihood: float = Field(
+        0.1, ge=0
+    )  # weight of the cross-entropy with the sequence's own tokens
     distance: float = Field(0.9, ge=0)  # weight of the sum of |p - q|
 
 

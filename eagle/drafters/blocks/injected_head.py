@@ -49,17 +49,17 @@ from eagle.drafters.parts.growth import level_rows
 from eagle.drafters.parts.objectives import LanguageHead
 from eagle.drafters.parts.reduced_vocab import ReducedVocab, choose_draft_vocab
 from eagle.drafters.parts.scoring import DraftRequest
-from eagle.drafters.parts.spans import Spans
-from eagle.drafters.parts.text_blocks import (
+from eagle.drafters.parts.sequence_blocks import (
     CompiledParts,
     Pair,
     add_rows,
     key_value,
     position_tables,
     query_and_residual,
-    text_slots,
+    sequence_positions,
 )
-from eagle.drafters.parts.text_state import text_bytes
+from eagle.drafters.parts.sequence_state import sequence_bytes
+from eagle.drafters.parts.spans import Spans
 from eagle.drafters.parts.validation import validate_batch
 from eagle.drafters.parts.window import Window
 from eagle.recipe import Section
@@ -174,8 +174,8 @@ class InjectedHead(CompiledParts, ReducedVocab, TrainableDrafter):
         mask = last if settings.mask_token is None else settings.mask_token
         if not 0 <= mask <= last:
             raise ValueError(
-                f"drafter.mask_token is {mask}, expected one of the target's tokens 0 to {last}: best one that no text "
-                "has, as those that fill up a vocabulary"
+                f"drafter.mask_token is {mask}, expected one of the target's tokens 0 to {last}: best one that no "
+                "sequence has, as those that fill up a vocabulary"
             )
         sizes = (
             {"intermediate_size": settings.intermediate_size} if settings.intermediate_size else {}
@@ -340,7 +340,7 @@ class InjectedHead(CompiledParts, ReducedVocab, TrainableDrafter):
 
     def inject_sequences(self, batch: Batch) -> list[Pair]:
         """Return each transformer block's keys and values [k, N, w], made of the fused features at all slots."""
-        token_indices, positions, _ = text_slots(batch, batch.tokens.device)
+        token_indices, positions, _ = sequence_positions(batch, batch.tokens.device)
         features = batch.select_taps(self.taps).index_select(0, token_indices).to(self.dtype)
         fused = self.fuse_taps(features)
         tables = self._tables_of(batch, fused)(positions)
@@ -370,7 +370,7 @@ class InjectedHead(CompiledParts, ReducedVocab, TrainableDrafter):
         """
         size = self.settings.slots
         state = self.embed_slots(roots, target_head).flatten(0, 1)  # [A * B, H]
-        _, positions, _ = text_slots(batch, state.device)
+        _, positions, _ = sequence_positions(batch, state.device)
         # [A, B]: the root has the position after its anchor's
         anchor_positions = positions.index_select(0, spans.rows)[:, None]
         block_positions = anchor_positions + torch.arange(1, 1 + size, device=state.device)
@@ -470,7 +470,7 @@ class InjectedHead(CompiledParts, ReducedVocab, TrainableDrafter):
 
     def kept_bytes(self, tokens: int, column: ColumnBytes) -> int:
         """Return the bytes of every block's keys and values for `tokens` tokens and the block of slots after them."""
-        return text_bytes(self.layers, tokens + int(self.settings.slots))
+        return sequence_bytes(self.layers, tokens + int(self.settings.slots))
 
     def probe(self, context: int, rows: int, scored: int) -> Callable[[], Any]:
         """Return a function whose seconds are measured.

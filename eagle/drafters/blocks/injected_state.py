@@ -19,16 +19,16 @@ from eagle.drafters.parts.decoder_block import rotary_tables
 from eagle.drafters.parts.growth import grow_rows, level_mask
 from eagle.drafters.parts.operations import rotate_heads
 from eagle.drafters.parts.scoring import DraftRequest
-from eagle.drafters.parts.text_state import (
-    TextState,
+from eagle.drafters.parts.sequence_state import (
+    SequenceState,
+    new_positions,
     pad_rows,
-    slot_positions,
     split_ragged,
 )
 
 
-class InjectedState(TextState):
-    """The KV cache of many sequences, in a slot of the cache for each ("cache row").
+class InjectedState(SequenceState):
+    """The KV cache of many sequences, each in a row of the cache ("cache row").
 
     It has keys and values of the target's features. Those of a draft's block are overwritten by the next tokens.
     """
@@ -64,7 +64,7 @@ class InjectedState(TextState):
             requests = [
                 DraftRequest(
                     updates[row].root,
-                    self.text_length(cache_row) + 1,
+                    self.sequence_length(cache_row) + 1,
                     budgets[row],
                     self.noises[row],
                 )
@@ -77,7 +77,7 @@ class InjectedState(TextState):
 
     def take_rows(self, rows: Sequence[int]) -> list[int]:
         """Return the cache row of each of these rows; a new row gets the next free one."""
-        self._take_slots([row for row in rows if row not in self.rows])
+        self._take_cache_rows([row for row in rows if row not in self.rows])
         return [self.rows.index(row) for row in rows]
 
     def inject(self, cache_rows: Sequence[int], features: Sequence[Tensor]) -> None:
@@ -93,7 +93,7 @@ class InjectedState(TextState):
         starts = [cache.lengths[cache_row] for cache_row in cache_rows]
         fused = head.fuse_taps(torch.cat(list(features)).to(self.device, self.dtype))
         padded = pad_rows(fused.split(counts) if len(counts) > 1 else [fused])  # [B, T, H]
-        tables = rotary_tables(head.rotary, padded, slot_positions(starts, counts, self.device))
+        tables = rotary_tables(head.rotary, padded, new_positions(starts, counts, self.device))
         cache.set_write_offset(cache_rows, starts)
         for block, block_cache in zip(head.layers, self.blocks, strict=True):
             # the fused features are only keys and values, so no queries are made of them
@@ -118,7 +118,7 @@ class InjectedState(TextState):
         start = max(lengths)
         state = head.embed_slots(roots, head.target_head)
         tables = rotary_tables(
-            head.rotary, state, slot_positions(lengths, [size] * len(cache_rows), self.device)
+            head.rotary, state, new_positions(lengths, [size] * len(cache_rows), self.device)
         )
 
         cache.set_write_offset(cache_rows, [start] * len(cache_rows))

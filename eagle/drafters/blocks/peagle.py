@@ -33,8 +33,7 @@ from eagle.drafters.blocks.block_spans import (
 from eagle.drafters.blocks.injected_state import grow_slots
 from eagle.drafters.parts.divisors import Divisor, level_shares, sum_divisors
 from eagle.drafters.parts.objectives import Objective, OwnHead, distillation_loss
-from eagle.drafters.parts.spans import Spans
-from eagle.drafters.parts.text_blocks import (
+from eagle.drafters.parts.sequence_blocks import (
     Pair,
     add_rows,
     key_value,
@@ -42,9 +41,10 @@ from eagle.drafters.parts.text_blocks import (
     query_and_residual,
     read_context,
     read_rows,
-    text_slots,
+    sequence_positions,
 )
-from eagle.drafters.parts.text_state import TextState
+from eagle.drafters.parts.sequence_state import SequenceState
+from eagle.drafters.parts.spans import Spans
 from eagle.drafters.recurrent.fused_head import FusedHead, FusedSettings
 
 
@@ -166,7 +166,7 @@ class Peagle(FusedHead):
         reached = []
         for mask, seed in zip(masks, seeds, strict=True):
             # the same mask tokens as in `forward`, because the seed is the same
-            counts = draw_text_masks(
+            counts = draw_sequence_masks(
                 mask[2:], seed, self.levels - 1, settings.keep, least=settings.keep_least
             )
             # a slot with c mask tokens reaches the levels 0 to c
@@ -197,7 +197,7 @@ class Peagle(FusedHead):
             The row indices [S + E]: the row of index i predicts token i + 2 of the batch, so mask token d of slot i has
             the index i + d. And the states of the slots [S, H] and of the mask tokens [E, H].
         """
-        slots, positions, spans = text_slots(batch, batch.tokens.device)
+        slots, positions, spans = sequence_positions(batch, batch.tokens.device)
         dtype = self.layers[0].mlp.up_proj.weight.dtype
         features = batch.select_taps(self.taps)[slots].to(dtype)
         tables_at = position_tables(
@@ -295,7 +295,7 @@ class Peagle(FusedHead):
         return super().probe(context, rows, max(scored, min(rows, self.levels)))
 
 
-class MaskedState(TextState):
+class MaskedState(SequenceState):
     """The KV cache of many sequences. Keys and values of mask tokens are overwritten by the next committed tokens."""
 
     head: Any
@@ -425,14 +425,14 @@ def supervised_slots(batch: Batch) -> list[Tensor]:
 
 
 def draw_masks(batch: Batch, max_masks: int, keep: float, least: float) -> list[Tensor]:
-    """Sample how many mask tokens come after each slot, for each sequence [T - 2]; see `draw_text_masks`."""
+    """Sample how many mask tokens come after each slot, for each sequence [T - 2]; see `draw_sequence_masks`."""
     counts = []
     for supervised, seed in zip(supervised_slots(batch), batch.seeds, strict=True):
-        counts.append(draw_text_masks(supervised, seed, max_masks, keep, least=least))
+        counts.append(draw_sequence_masks(supervised, seed, max_masks, keep, least=least))
     return counts
 
 
-def draw_text_masks(
+def draw_sequence_masks(
     supervised: Tensor,
     seed: int,
     max_masks: int,

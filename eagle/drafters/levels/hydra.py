@@ -25,16 +25,16 @@ from eagle.drafters.parts.objectives import (
     align_steps,
     feature_regression,
 )
-from eagle.drafters.parts.text_blocks import (
+from eagle.drafters.parts.sequence_blocks import (
     Pair,
     position_tables,
     probe_read,
     read_context,
     read_rows,
-    text_slots,
+    sequence_positions,
 )
+from eagle.drafters.parts.sequence_state import SequenceState, sequence_bytes
 from eagle.drafters.parts.text_dropout import TextDropout
-from eagle.drafters.parts.text_state import TextState, text_bytes
 
 
 class HydraSettings(LevelSettings):
@@ -165,7 +165,7 @@ class Hydra(LevelHeads):
         """
         if not self.layers:
             return super().start_states(batch, slot_indices)
-        slots, positions, spans = text_slots(batch, slot_indices.device)
+        slots, positions, spans = sequence_positions(batch, slot_indices.device)
         states = batch.select_taps(self.taps)[:, 0].index_select(0, slots).to(self.dtype)  # [N, H]
         tables_at = position_tables(self.rotary, states, max(batch.lengths, default=0))
         context, inputs = read_context(
@@ -200,7 +200,7 @@ class Hydra(LevelHeads):
     ) -> Tensor:
         """Return the prefix block's normed output [B, T, H] from the target's states [B, T, H].
 
-        The arguments are those of `eagle.drafters.parts.text_state.TextHead.read`.
+        The arguments are those of `eagle.drafters.parts.sequence_state.SequenceHead.read`.
         """
         # only the levels read tokens
         for block, cache in zip(self.layers, caches, strict=True):
@@ -210,7 +210,7 @@ class Hydra(LevelHeads):
 
     def kept_bytes(self, tokens: int, column: ColumnBytes) -> int:
         """Return the bytes of the prefix block's keys and values for `tokens` tokens, 0 without a prefix."""
-        return text_bytes(self.layers, tokens)
+        return sequence_bytes(self.layers, tokens)
 
     def probe(self, context: int, rows: int, scored: int) -> Callable[[], Any]:
         """Return a function whose seconds are measured: one level, the first one with the prefix block's forward.
@@ -225,7 +225,7 @@ class Hydra(LevelHeads):
         return lambda: (read(), level())
 
 
-class PrefixState(TextState):
+class PrefixState(SequenceState):
     """The drafting state of Hydra++: the prefix block's KV cache. The levels have no cache."""
 
     head: Hydra

@@ -41,7 +41,7 @@ from eagle.recipe import Section
 class LevelSettings(Section):
     """Settings of all such heads in a recipe."""
 
-    # towards the target's probs, or "tokens": towards the text's own tokens
+    # towards the target's probs, or "tokens": towards the sequence's own tokens
     loss: Loss = "cross_entropy"
     # of the loss: all supervised slots, or "levels": for each level what it reaches
     divisor: Divisor = "slots"

@@ -1,1 +1,1 @@
-"""Drafters without a network: they look tokens up in texts or in counts."""
+"""Drafters without a network: they look tokens up in sequences or in counts."""

@@ -1,4 +1,4 @@
-"""A bigram table: the cheapest probs that depend on the text (Leviathan et al. 2023)."""
+"""A bigram table: the cheapest probs that depend on the sequence (Leviathan et al. 2023)."""
 
 # V vocabulary, M pairs that occur, K rows
 

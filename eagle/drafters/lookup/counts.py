@@ -164,9 +164,9 @@ class CountDrafter(Drafter):
     def logits(self, tokens: Tensor) -> Tensor:
         """Return log-probs [K, V] of what follows tokens [K]."""
 
-    def begin(self, noise: Noise | None = None) -> CountText:
+    def begin(self, noise: Noise | None = None) -> CountSequence:
         """Return the state for a new sequence."""
-        return CountText(self, noise)
+        return CountSequence(self, noise)
 
     def save(self, folder: str | Path) -> None:
         """Write the tables, for `load`."""
@@ -188,7 +188,7 @@ class CountDrafter(Drafter):
         return cls(tables, target.device)
 
 
-class CountText:
+class CountSequence:
     """The length of a sequence; drafting needs nothing else but its last token."""
 
     def __init__(self, drafter: CountDrafter, noise: Noise | None) -> None:

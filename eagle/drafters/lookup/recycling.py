@@ -1,4 +1,4 @@
-"""Token recycling: draft what the target last found likely after each token, in whatever text that was.
+"""Token recycling: draft what the target last found likely after each token, in whatever sequence that was.
 
 Luo et al. 2024, arXiv 2408.08696.
 """

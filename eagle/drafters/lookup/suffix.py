@@ -1,4 +1,4 @@
-"""Suffix decoding: draft what followed earlier occurrences of the text's longest repeated ending, by frequency."""
+"""Suffix decoding: draft what followed earlier occurrences of the sequence's longest repeated ending, by frequency."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from math import log
 import torch
 
 from eagle.core.budget import Budget
-from eagle.core.drafter import Committed, Drafter, EachText, Noise
+from eagle.core.drafter import Committed, Drafter, Noise, PerSequenceState
 from eagle.core.tree import DraftTree
 
 SEAM = -1  # the mark after every remembered answer, equal to no token: no match goes across it
 
-# Of a string with more continuations the first so many are compared, so that a long text takes no longer than a short
-# one. On 180 answers of the bench target and of people that changed no acceptance length by more than 0.001; 16 cost
-# 0.004.
+# Of a string with more continuations the first so many are compared, so that a long sequence takes no longer than a
+# short one. On 180 answers of the bench target and of people that changed no acceptance length by more than 0.001; 16
+# cost 0.004.
 COMPARED = 32
 
 
 class Automaton:
-    """The suffix automaton of a growing text: all of its strings, with what follows them and how often they occur.
+    """The suffix automaton of a growing sequence: all of its strings, with what follows them and how often they occur.
 
     Strings that end at the same positions share a state (Blumer et al. 1985), whose link leads to their longest suffix
     that also ends at other positions. Strings of up to `limit` tokens are counted, exactly at any moment.
@@ -36,11 +36,11 @@ class Automaton:
         self.lengths: list[int] = []  # of a state's longest string
         self.counts: list[int] = []  # how often its strings of at most `limit` tokens occurred
         self.latest: list[int] = []  # the position where its strings ended last
-        self.whole = self._add_state({}, 0, 0, 0)  # the state of the whole text
+        self.whole = self._add_state({}, 0, 0, 0)  # the state of the whole sequence
         self.end = self.whole  # the state of its last `limit` tokens
 
     def add(self, token: int) -> None:
-        """Append a token to the text, and count one more occurrence of its suffixes of at most `limit` tokens.
+        """Append a token to the sequence, and count one more occurrence of its suffixes of at most `limit` tokens.
 
         This adds two states at most. Counting takes a step for each state on the chain of suffix links.
         """
@@ -49,14 +49,14 @@ class Automaton:
         # count 0: the last loop adds this occurrence
         new = self._add_state({}, length=size, count=0, latest=size)
         self.whole = new
-        # add a transition to each ending of the text that this token has not followed before
+        # add a transition to each ending of the sequence that this token has not followed before
         while token not in self.next[state]:
             self.next[state][token] = new
             if state == 0:
                 break
             state = self.links[state]
         else:
-            # the token has followed this ending before: the longest suffix of the new text that occurred earlier
+            # the token has followed this ending before: the longest suffix of the new sequence that occurred earlier
             self.links[new] = self._split_state(state, token)
         # the last `limit` tokens: those before the new one are shortened to make room for it
         shortened = self.shorten(self.end, self.limit - 1)
@@ -69,18 +69,18 @@ class Automaton:
             state = self.links[state]
 
     def match_end(self) -> tuple[int, int]:
-        """Return state and length of the text's longest ending, up to `limit` tokens, that also occurs earlier."""
-        # the state of the whole text occurred only once
+        """Return state and length of the sequence's longest ending, up to `limit` tokens, that also occurs earlier."""
+        # the state of the whole sequence occurred only once
         state = self.links[self.end] if self.end == self.whole else self.end
         return state, min(self.lengths[state], self.limit)
 
     def extend_match(self, state: int, length: int, token: int) -> tuple[int, int]:
-        """Return state and length of the longest ending of another text that occurs in this one.
+        """Return state and length of the longest ending of another sequence that occurs in this one.
 
         Args:
-            state: The state of that match before `token` was appended to the other text.
+            state: The state of that match before `token` was appended to the other sequence.
             length: The number of tokens of that match.
-            token: The new last token of the other text.
+            token: The new last token of the other sequence.
         """
         # drop first tokens of the match until the rest was followed by this token
         while state and token not in self.next[state]:
@@ -98,7 +98,7 @@ class Automaton:
 
     def followers(self, state: int, max_count: int) -> list[tuple[float, int, int]]:
         """Return the tokens that most often followed a state's strings, ties by recency: share, token and state."""
-        # one occurrence has no follower if the text ends with it
+        # one occurrence has no follower if the sequence ends with it
         is_end = self.latest[state] == self.lengths[self.whole]
         total = self.counts[state] - is_end
         compared = islice(self.next[state].items(), COMPARED)
@@ -151,7 +151,7 @@ def likeliest(past: Automaton, match: int, length: int, depth: int, width: int) 
     continuation).
 
     Args:
-        past: The automaton of the text that is searched.
+        past: The automaton of the sequence that is searched.
         match: Its state for the match.
         length: The number of tokens of the match, n.
         depth: The levels of the tree.
@@ -177,11 +177,11 @@ def likeliest(past: Automaton, match: int, length: int, depth: int, width: int) 
 
 
 class SuffixDrafter(Drafter):
-    """Trees of what followed the text's longest repeated ending (SuffixDecoding, Oliaro et al. 2024, arXiv 2411.04975).
+    """Drafts what followed a sequence's longest repeated ending (SuffixDecoding, Oliaro et al. 2024, arXiv 2411.04975).
 
     Strings of up to `longest` tokens are counted: a match, and a draft of at most half of them. A match of n tokens is
     trusted for `trust` * n nodes. With `remember` the answers of earlier requests are searched too, and the longer
-    match is used, at a tie the text's own; beyond so many tokens only the newest half is remembered.
+    match is used, at a tie the sequence's own; beyond so many tokens only the newest half is remembered.
     """
 
     def __init__(self, longest: int = 32, trust: int = 3, remember: int = 0) -> None:
@@ -206,16 +206,16 @@ class SuffixDrafter(Drafter):
         self.memory: list[int] = []  # the tokens of earlier answers
         self.earlier = Automaton(longest)  # of these tokens
 
-    def begin(self, noise: Noise | None = None) -> SuffixText:
+    def begin(self, noise: Noise | None = None) -> SuffixSequence:
         """Return the state for a new sequence."""
-        return SuffixText(self)
+        return SuffixSequence(self)
 
-    def open(self) -> EachText:
+    def open(self) -> PerSequenceState:
         """Return the state for several sequences; with `remember`, each is remembered when it ends."""
-        return _Remembered(self) if self.remember else EachText(self)
+        return _Remembered(self) if self.remember else PerSequenceState(self)
 
     def remember_answer(self, answer: list[int]) -> None:
-        """Add an answer to the texts that later requests search; beyond `remember` tokens drop the oldest half."""
+        """Add an answer to the sequences that later requests search; beyond `remember` tokens drop the oldest half."""
         self.memory += answer
         if len(self.memory) > self.remember:
             # an automaton cannot forget: a new one reads the newest half
@@ -226,12 +226,12 @@ class SuffixDrafter(Drafter):
             self.earlier.add(token)
 
 
-class SuffixText:
+class SuffixSequence:
     """A sequence with its automaton, and its match in earlier answers."""
 
     def __init__(self, drafter: SuffixDrafter) -> None:
         self.drafter = drafter
-        self.text = Automaton(drafter.longest)
+        self.automaton = Automaton(drafter.longest)
         self.answer: list[int] = []
         self.earlier = drafter.earlier
         self.match = (0, 0)  # state and length, in the earlier answers
@@ -239,7 +239,7 @@ class SuffixText:
     def propose(self, update: Committed, budget: Budget) -> DraftTree:
         """Return a tree of the likeliest continuations within the budget; the root alone where nothing matches."""
         self._read([*update.tokens.tolist(), update.root])
-        past = self.text
+        past = self.automaton
         state, length = past.match_end()
         if self.match[1] > length:
             past = self.earlier
@@ -265,19 +265,19 @@ class SuffixText:
             # of the prompt's update only the root belongs to the answer
             self.answer = tokens[-1:]
         for token in tokens:
-            self.text.add(token)
+            self.automaton.add(token)
             if self.drafter.remember:
                 self.match = self.earlier.extend_match(*self.match, token)
 
 
-class _Remembered(EachText):
+class _Remembered(PerSequenceState):
     """Sequences whose answers the drafter remembers."""
 
     drafter: SuffixDrafter
 
     def release(self, row: int) -> None:
         """Release a row and remember its answer."""
-        text = self.texts.pop(row)
-        assert isinstance(text, SuffixText)
-        if text.answer:
-            self.drafter.remember_answer([*text.answer, SEAM])
+        sequence = self.sequences.pop(row)
+        assert isinstance(sequence, SuffixSequence)
+        if sequence.answer:
+            self.drafter.remember_answer([*sequence.answer, SEAM])

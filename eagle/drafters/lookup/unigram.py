@@ -1,4 +1,4 @@
-"""A unigram table: the most frequent tokens, whatever the text."""
+"""A unigram table: the most frequent tokens, whatever the sequence."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from transformers.models.llama.modeling_llama import (
 
 from eagle.core.drafter import HeadShape
 from eagle.drafters.parts.operations import RMSNorm, SwiGLUResidual, rotate_heads
-from eagle.target.slots import SlotCache
+from eagle.target.slots import RowCache
 from eagle.target.structure import typical_config
 
 # the sizes of a head, as keys of a transformers config
@@ -92,11 +92,11 @@ def head_shape(target_config: Any, **overrides: Any) -> HeadShape:
 class Cache:
     """The KV cache of one block while drafting, and its weight matrices, concatenated for fewer kernel launches.
 
-    The cache has one slot for each sequence. The owner, which the caches of all blocks share, decides where the next
+    The cache has one row for each sequence. The owner, which the caches of all blocks share, decides where the next
     keys and values are written. The matrices are copies that a new drafting state makes again, so they are never stale.
     """
 
-    def __init__(self, owner: SlotCache, block: Block) -> None:
+    def __init__(self, owner: RowCache, block: Block) -> None:
         """Add buffers for a block's keys and values to the owner, and copy the block's matrices."""
         self.keys = owner.add()
         self.values = owner.add()
@@ -114,7 +114,7 @@ class Cache:
         """Write keys and values [B, heads, T, w] at the owner's write offset.
 
         Returns:
-            The keys and values [B, heads, S, w] of these slots, from the first column to the last new one.
+            The keys and values [B, heads, S, w] of these rows, from the first column to the last new one.
         """
         return self.keys.write(keys), self.values.write(values)
 
@@ -247,7 +247,7 @@ class Block(nn.Module):
     """A Llama decoder block without input norm, as EAGLE-1 has it.
 
     Drafting calls the block. Training calls its steps, `key_value`, `query_and_residual` and `add_mlp`, one by one
-    (`eagle.drafters.parts.text_blocks`), because it needs keys at all slots, but queries only at supervised ones.
+    (`eagle.drafters.parts.sequence_blocks`), because it needs keys at all slots, but queries only at supervised ones.
     """
 
     def __init__(self, shape: HeadShape, width: int | None = None) -> None:

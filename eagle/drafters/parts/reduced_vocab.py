@@ -32,7 +32,7 @@ def count_frequent(
         ValueError: No sequences were given, or the vocabulary is smaller than `size`.
     """
     if supervised is None:
-        raise ValueError(f"{key} is {size}, but no texts were given: call for_target with them")
+        raise ValueError(f"{key} is {size}, but no sequences were given: call for_target with them")
     return most_frequent(token_counts(supervised, vocab_size), size)
 
 

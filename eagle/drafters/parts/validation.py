@@ -31,7 +31,7 @@ def add_sums(sums: dict[str, Tensor], more: dict[str, Tensor]) -> dict[str, Tens
     return {name: value + more[name] for name, value in sums.items()}
 
 
-def validate_text(
+def validate_sequence(
     states: Sequence[Tensor],
     target_hidden: Tensor,
     tokens: Tensor,
@@ -95,7 +95,7 @@ def validate_batch(
     logits: tuple[Sequence[Logits], Logits],
     trees: dict[str, Paths],
 ) -> dict[str, Tensor]:
-    """Return the sums of `validate_text` over all sequences of a batch.
+    """Return the sums of `validate_sequence` over all sequences of a batch.
 
     Args:
         batch: The sequences, with the target's states.
@@ -113,7 +113,7 @@ def validate_batch(
     for index, count in enumerate(slot_counts):
         if count:
             seq_states = [state[index] for state in by_step]
-            seq_sums = validate_text(
+            seq_sums = validate_sequence(
                 seq_states,
                 target_hidden[index],
                 tokens[index],

@@ -22,7 +22,7 @@ from eagle.device import upload
 from eagle.drafters.parts.decoder_block import rotary_tables
 from eagle.drafters.parts.growth import grow_rows, level_mask
 from eagle.drafters.parts.scoring import DraftRequest
-from eagle.drafters.parts.text_state import pad_rows, slot_positions
+from eagle.drafters.parts.sequence_state import new_positions, pad_rows
 from eagle.drafters.recurrent.head_state import HeadState, Levels, count_unlike
 
 
@@ -96,7 +96,7 @@ class BlockState(HeadState):
         committed = self._hide_after(lengths[: count_unlike(lengths)], max(starts) + max(counts))
         mask = committed[:, None, None].expand(-1, 1, head.query_groups * max(counts), -1)
         padded = pad_rows(inputs)
-        tables = rotary_tables(head.rotary, padded, slot_positions(starts, counts, self.device))
+        tables = rotary_tables(head.rotary, padded, new_positions(starts, counts, self.device))
         states: Tensor = head.layers[0](padded, tables, mask, self.blocks[0])
         block = torch.tensor(counts)[:, None] + torch.arange(-self.size, 0)
         return states.take_along_dim(upload(block.clamp(min=0)[..., None], self.device), 1)
@@ -111,7 +111,7 @@ class BlockState(HeadState):
 
         Args:
             requests: Those of the B rows.
-            cache_rows: The slots of the rows in the cache.
+            cache_rows: The cache row of each row.
             hidden: The states [B, k, H] of the rows' first blocks.
         """
         limited = []

@@ -33,18 +33,18 @@ from eagle.drafters.parts.decoder_block import (
 from eagle.drafters.parts.divisors import reached_levels
 from eagle.drafters.parts.growth import level_rows
 from eagle.drafters.parts.objectives import ROWS, distillation_loss, feature_regression
-from eagle.drafters.parts.spans import Spans, StepPairs, attend
-from eagle.drafters.parts.text_blocks import (
+from eagle.drafters.parts.sequence_blocks import (
     Pair,
     add_rows,
     key_value,
     position_tables,
     probe_read,
     query_and_residual,
-    text_slots,
+    sequence_positions,
 )
+from eagle.drafters.parts.sequence_state import sequence_bytes
+from eagle.drafters.parts.spans import Spans, StepPairs, attend
 from eagle.drafters.parts.text_dropout import TextDropout
-from eagle.drafters.parts.text_state import text_bytes
 from eagle.drafters.parts.validation import validate_batch
 from eagle.drafters.recurrent.block_state import BlockState
 from eagle.drafters.recurrent.feature_head import add_noise
@@ -164,7 +164,7 @@ class Falcon(TrainableDrafter):
     ) -> Tensor:
         """Return the head's states [B, T, H] at slots that read tokens [B, T] and states [B, T, H].
 
-        The other arguments are those of `eagle.drafters.parts.text_state.TextHead.read`.
+        The other arguments are those of `eagle.drafters.parts.sequence_state.SequenceHead.read`.
         """
         entered = self.enter(target_head.embed(tokens).to(hidden.dtype), hidden)
         output: Tensor = self.layers[0](entered, tables, mask, caches[0])
@@ -253,7 +253,7 @@ class Falcon(TrainableDrafter):
         settings = self.settings
         blocks = SlotBlocks.side_by_side(batch, self.size)
         # inputs of all slots: [N], [N, H] and [N, H]
-        token_indices, positions, _ = text_slots(batch, batch.tokens.device)
+        token_indices, positions, _ = sequence_positions(batch, batch.tokens.device)
         features = batch.select_taps(self.taps)[:, 0].to(self.dtype)
         tokens = batch.tokens.index_select(0, token_indices + 1)
         hidden = features.index_select(0, token_indices)
@@ -349,7 +349,7 @@ class Falcon(TrainableDrafter):
         levels = min(levels, self.levels)
         device = batch.tokens.device
         blocks = SlotBlocks.everywhere(batch, size)
-        token_indices, positions, _ = text_slots(batch, device)
+        token_indices, positions, _ = sequence_positions(batch, device)
         features = batch.select_taps(self.taps)[:, 0].to(self.dtype)
         embedded = target_head.embed(batch.tokens).to(features.dtype)
         tables_at = position_tables(
@@ -407,7 +407,7 @@ class Falcon(TrainableDrafter):
         """Return the bytes of keys and values, and of the inputs at the last slots, which `BlockState` stores."""
         weight = self.layers[0].mlp.up_proj.weight
         recent: int = (self.size - 1) * self.shape.hidden_size * weight.element_size()
-        return text_bytes(self.layers, tokens) + recent
+        return sequence_bytes(self.layers, tokens) + recent
 
     def probe(self, context: int, rows: int, scored: int) -> Callable[[], Tensor]:
         """Return a function whose seconds are measured: a forward of `rows` slots after `context` cached tokens.

@@ -43,7 +43,7 @@ class FeatureSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
     fc_bias: bool = True  # a bias in the layer that joins token and feature; vLLM has none
     noise: float = 0.1  # noise U(-noise, noise) * 512 / T on features in training, T at least 512
-    noise_as_published: bool = False  # T as it is: texts of 16 tokens get 32 times the noise
+    noise_as_published: bool = False  # T as it is: sequences of 16 tokens get 32 times the noise
     # of its MLP; by default the target's, but for mixtures of experts
     intermediate_size: int | None = None
     # {sinks: S, recent: R}: attend to the first S and the latest R tokens only

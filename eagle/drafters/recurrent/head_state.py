@@ -1,6 +1,6 @@
 """The drafting state of a trained head: one forward over committed tokens, and one for each level of all trees.
 
-A row is a sequence of the decoding batch; its cache row is the slot that it has in the KV cache.
+A row is a sequence of the decoding batch; its cache row is its index in the KV cache.
 """
 
 # B sequences, K nodes of one level, R of all levels, H hidden, D draft vocabulary, w width of a head
@@ -28,17 +28,17 @@ from eagle.drafters.parts.growth import (
     plan_parents,
 )
 from eagle.drafters.parts.scoring import DraftRequest
-from eagle.drafters.parts.text_state import TextHead, TextState
+from eagle.drafters.parts.sequence_state import SequenceHead, SequenceState
 from eagle.drafters.parts.window import Window
 from eagle.drafters.recurrent.static_loop import (
     Capture,
     PrecomputedNoise,
     StaticLoop,
-    text_capacity,
+    sequence_capacity,
 )
 
 
-class LevelHead(TextHead, Protocol):
+class LevelHead(SequenceHead, Protocol):
     """The interface of a head whose levels read their own states."""
 
     capture: Capture | None
@@ -57,7 +57,7 @@ class LevelHead(TextHead, Protocol):
         ...
 
 
-class HeadState(TextState):
+class HeadState(SequenceState):
     """Drafts for many sequences. A draft node attends to its sequence's committed tokens and to its own path."""
 
     head: LevelHead
@@ -92,7 +92,7 @@ class HeadState(TextState):
 
         Args:
             requests: Those of the B rows.
-            cache_rows: The slots of the rows in the cache.
+            cache_rows: The cache row of each row.
             hidden: The head's states [B, H] after the roots.
         """
         if self.loop is not None and _can_replay(requests, cache_rows):
@@ -117,13 +117,13 @@ class HeadState(TextState):
         are reserved for committed tokens.
 
         Args:
-            requests: Those of the rows, whose slots in the cache are 0, 1, ...
+            requests: Those of the rows, whose cache rows are 0, 1, ...
             hidden: The head's states [B, H] after the roots.
             loop: Runs, captures or replays the function.
         """
         budget = requests[0].budget
         cache_rows = list(range(len(requests)))
-        room = text_capacity(max(self.cache.lengths[: len(requests)]))
+        room = sequence_capacity(max(self.cache.lengths[: len(requests)]))
         # either all rows have noise or none has; the noise of a draft's positions is an input of the graph [depth, V]
         noises = [request.noise for request in requests if request.noise is not None]
         level_noises = [
@@ -171,7 +171,8 @@ class HeadState(TextState):
         Its mask and positions then serve all rows.
         """
         sizes = {
-            (self.cache.lengths[cache_row], self.text_length(cache_row)) for cache_row in cache_rows
+            (self.cache.lengths[cache_row], self.sequence_length(cache_row))
+            for cache_row in cache_rows
         }
         return cache_rows[:1] if len(sizes) == 1 else cache_rows
 
@@ -184,7 +185,7 @@ class HeadState(TextState):
         """Return the positions and the mask of a draft's levels, which do not depend on the tree.
 
         Args:
-            cache_rows: The slots of the rows in the cache.
+            cache_rows: The cache row of each row.
             columns: The cache columns before the draft's.
             depth: The number of levels.
 
@@ -202,7 +203,9 @@ class HeadState(TextState):
             is_old = self.window.hides(column, ends - 1, begin=0, drafted=1 + level)
             committed = committed[:, None].masked_fill(is_old, torch.finfo(self.dtype).min)
         # positions count the columns that a window has dropped too
-        positions = torch.tensor([self.text_length(cache_row) for cache_row in cache_rows])[:, None]
+        positions = torch.tensor([self.sequence_length(cache_row) for cache_row in cache_rows])[
+            :, None
+        ]
         tables = _draft_tables(self.head.rotary, committed, upload(positions, self.device), depth)
         return *tables, committed
 
@@ -238,7 +241,7 @@ class Levels(FollowsRows):
 
         Args:
             state: The drafting state of the head.
-            cache_rows: The slots of the rows in the cache.
+            cache_rows: The cache row of each row.
             hidden: The head's states [B, H] after the roots.
             cosine: Rotary table of the levels, [B or 1, levels, w].
             sine: Rotary table of the levels, [B or 1, levels, w].

@@ -85,7 +85,7 @@ class MtpSettings(Section):
     steps: int = Field(3, ge=1)  # that it is trained to go on from its own states
     decay: float = Field(0.6, gt=0, le=1)  # of a step's weight; weights add up to 1
     hidden_first: bool = False  # eh_proj reads the state before the token, as MiMo's does
-    # towards the target's probs, or "tokens": towards the text's own tokens
+    # towards the target's probs, or "tokens": towards the sequence's own tokens
     loss: Loss = "cross_entropy"
     # its own MTP layer; where it has none, its last block
     start: Literal["target", "last_block", "random"] = "target"

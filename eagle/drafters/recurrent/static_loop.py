@@ -26,7 +26,7 @@ other addresses."""
 MIN_ROOM = 256
 
 
-def text_capacity(length: int) -> int:
+def sequence_capacity(length: int) -> int:
     """Return how many cache columns are reserved for sequences of up to this length: the next power of two."""
     return max(MIN_ROOM, 1 << (length - 1).bit_length())
 

@@ -20,8 +20,7 @@ from eagle.core.tree import Paths
 from eagle.drafters.parts.decoder_block import Cache, Rotary
 from eagle.drafters.parts.growth import level_rows
 from eagle.drafters.parts.reduced_vocab import ReducedVocab
-from eagle.drafters.parts.spans import Spans
-from eagle.drafters.parts.text_blocks import (
+from eagle.drafters.parts.sequence_blocks import (
     CompiledParts,
     Pair,
     key_value,
@@ -29,13 +28,14 @@ from eagle.drafters.parts.text_blocks import (
     probe_read,
     read_context,
     read_rows,
-    text_slots,
+    sequence_positions,
 )
-from eagle.drafters.parts.text_state import WINDOW_CHUNK_TOKENS, text_bytes
+from eagle.drafters.parts.sequence_state import WINDOW_CHUNK_TOKENS, sequence_bytes
+from eagle.drafters.parts.spans import Spans
 from eagle.drafters.parts.validation import validate_batch
 from eagle.drafters.parts.window import Window
 from eagle.drafters.recurrent.head_state import HeadState
-from eagle.drafters.recurrent.static_loop import Capture, text_capacity
+from eagle.drafters.recurrent.static_loop import Capture, sequence_capacity
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ class UnrolledDrafter(CompiledParts, ReducedVocab, TrainableDrafter):
             detach: Whether to stop the gradient from a step to the step before.
             add_noise: Applied to the target's features.
         """
-        slots, positions, spans = text_slots(batch, batch.tokens.device, self.window)
+        slots, positions, spans = sequence_positions(batch, batch.tokens.device, self.window)
         dtype = self.layers[0].mlp.up_proj.weight.dtype
         features = add_noise(batch.select_taps(self.taps)[slots].to(dtype))
         tokens = self.project_tokens(
@@ -271,7 +271,7 @@ class UnrolledDrafter(CompiledParts, ReducedVocab, TrainableDrafter):
     ) -> Tensor:
         """Return the states [B, T, H] after tokens [B, T], each of which is read with a state [B, T, H].
 
-        The arguments are those of `eagle.drafters.parts.text_state.TextHead.read`.
+        The arguments are those of `eagle.drafters.parts.sequence_state.SequenceHead.read`.
         """
         # only the first block reads the tokens
         embedded = target_head.embed(tokens).to(hidden.dtype)
@@ -291,8 +291,8 @@ class UnrolledDrafter(CompiledParts, ReducedVocab, TrainableDrafter):
             tokens = min(tokens, self.window.most + WINDOW_CHUNK_TOKENS)
         if self.capture is not None:
             # the columns of captured drafts come after those that are reserved for sequences
-            tokens = text_capacity(tokens) + sum(self.forwards(self.budget or Budget()))
-        return text_bytes(self.layers, tokens)
+            tokens = sequence_capacity(tokens) + sum(self.forwards(self.budget or Budget()))
+        return sequence_bytes(self.layers, tokens)
 
     def probe(self, context: int, rows: int, scored: int) -> Callable[[], Tensor]:
         """Return a function whose seconds are measured: a forward of `rows` tokens after `context` cached tokens.

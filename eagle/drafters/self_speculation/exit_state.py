@@ -94,7 +94,7 @@ class ExitState:
     """The noise and length of each sequence; everything else is in the target's state.
 
     Args:
-        target_rows: The rows of the target's KV cache (`TargetTexts`).
+        target_rows: The rows of the target's KV cache (`TargetSequences`).
         layers: How many of the target's first layers draft.
         logits: Returns the logits [.., V] of these layers' output.
     """
@@ -114,7 +114,7 @@ class ExitState:
     def fork(self, row: int, other: int) -> None:
         """Refuse: drafts read the target's own cache rows, which a drafter cannot copy."""
         raise ValueError(
-            "drafts over the target's own rows cannot follow a text that goes on in two ways"
+            "drafts over the target's own rows cannot follow a sequence that goes on in two ways"
         )
 
     def release(self, row: int) -> None:

@@ -71,11 +71,11 @@ class LookaheadState:
 
     def __init__(self, drafter: LookaheadDrafter) -> None:
         self.drafter = drafter
-        self.sequences: dict[int, LookaheadText] = {}
+        self.sequences: dict[int, LookaheadSequence] = {}
 
     def admit(self, row: int, noise: Noise | None = None) -> None:
         """Begin a row with a window and a pool; the noise is unused, as it is in the target's choices already."""
-        self.sequences[row] = LookaheadText(self.drafter)
+        self.sequences[row] = LookaheadSequence(self.drafter)
 
     def propose(
         self,
@@ -108,7 +108,7 @@ class LookaheadState:
         del self.sequences[row]
 
 
-class LookaheadText:
+class LookaheadSequence:
     """A sequence's last tokens, its window by columns, and its pool."""
 
     def __init__(self, drafter: LookaheadDrafter) -> None:

@@ -19,7 +19,7 @@ from eagle.device import upload
 from eagle.drafters.parts.growth import grow_rows, level_rows
 from eagle.drafters.parts.scoring import DraftRequest
 from eagle.target.slots import with_room
-from eagle.target.view import TargetTexts
+from eagle.target.view import TargetSequences
 
 Select = Literal["recent", "snap"]
 
@@ -54,8 +54,8 @@ class SparseKv(Drafter):
         """Take the target's layers, for timing; refuse models whose layers cannot attend to a choice of columns."""
         if view.keeps_states:
             raise ValueError(
-                "some layers of the target keep a state, which holds all tokens of a text and not a choice of them: "
-                "expected attention in all layers; take another drafter, as early_exit"
+                "some layers of the target keep a state, which holds all tokens of a sequence and not a choice of "
+                "them: expected attention in all layers; take another drafter, as early_exit"
             )
         if self.select == "snap":
             if not view.shows_attention:
@@ -120,7 +120,7 @@ class SparseState:
     overwritten by the next one.
     """
 
-    def __init__(self, target_rows: TargetTexts, budget: int, sinks: int) -> None:
+    def __init__(self, target_rows: TargetSequences, budget: int, sinks: int) -> None:
         self.target_rows = target_rows
         self.view = target_rows.view
         self.budget = budget
@@ -141,7 +141,7 @@ class SparseState:
     def fork(self, row: int, other: int) -> None:
         """Refuse: columns come from the target's own cache rows, which a drafter cannot copy."""
         raise ValueError(
-            "drafts over the target's own rows cannot follow a text that goes on in two ways"
+            "drafts over the target's own rows cannot follow a sequence that goes on in two ways"
         )
 
     def release(self, row: int) -> None:
@@ -304,7 +304,7 @@ class SnapState(SparseState):
     All tokens after the prompt stay.
     """
 
-    def __init__(self, target_rows: TargetTexts, budget: int) -> None:
+    def __init__(self, target_rows: TargetSequences, budget: int) -> None:
         super().__init__(target_rows, budget, sinks=0)
         # how many tokens of a prompt are left out: each head chooses others, but as many
         self.skipped: dict[int, int] = {}

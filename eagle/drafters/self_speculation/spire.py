@@ -39,16 +39,16 @@ from eagle.drafters.parts.growth import FollowsRows, grow_rows, level_mask, leve
 from eagle.drafters.parts.objectives import Objective, distillation_loss
 from eagle.drafters.parts.operations import rotate_heads
 from eagle.drafters.parts.scoring import DraftRequest
-from eagle.drafters.parts.spans import Spans
-from eagle.drafters.parts.target_blocks import Weights, copy_target_blocks
-from eagle.drafters.parts.text_blocks import (
+from eagle.drafters.parts.sequence_blocks import (
     Pair,
     key_value,
     position_tables,
     read_rows,
-    text_slots,
+    sequence_positions,
 )
-from eagle.drafters.parts.text_state import pad_rows
+from eagle.drafters.parts.sequence_state import pad_rows
+from eagle.drafters.parts.spans import Spans
+from eagle.drafters.parts.target_blocks import Weights, copy_target_blocks
 from eagle.drafters.parts.validation import validate_batch
 from eagle.drafters.parts.window import Window
 from eagle.recipe import Section
@@ -220,7 +220,7 @@ class Spire(TrainableDrafter):
         Returns:
             The index [S] of each slot among all tokens, and the states [S, H] of each pass, normed for the LM head.
         """
-        slots, positions, _ = text_slots(batch, batch.tokens.device)
+        slots, positions, _ = sequence_positions(batch, batch.tokens.device)
         features = batch.select_taps(self.taps).index_select(0, slots).to(self.mix.dtype)
         tables_at = position_tables(self.rotary, features, max(batch.lengths, default=0) + steps)
         # keys and values [k, N, w] of the target's states, by block
@@ -275,7 +275,7 @@ class Spire(TrainableDrafter):
         levels: int,
     ) -> list[tuple[Tensor, Callable[[Tensor], Tensor]]]:
         """Return each level's states [S, H], and the target's LM head."""
-        _, _, spans = text_slots(batch, batch.tokens.device)
+        _, _, spans = sequence_positions(batch, batch.tokens.device)
         # the spans of all supervised slots, which were made without the window
         _, states = self.unroll(
             batch, target_head, replace(spans, window=self.settings.window), levels

@@ -46,7 +46,7 @@ def _read_falcon(head: HeadFolder) -> Config:
         "bias", "num_hidden_layers", "attention_bias", "mlp_bias", "qkv_bias", "tie_word_embeddings"
     )
     head.notes.append(
-        "the LSTM begins at zeros at every place, as it does there for one text: its forget gates change nothing, "
+        "the LSTM begins at zeros at every place, as it does there for one sequence: its forget gates change nothing, "
         "and their rows are left out"
     )
     return {"k": k or 1}

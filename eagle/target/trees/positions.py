@@ -88,7 +88,7 @@ class TokenPositions:
         # the model adds the same offsets in all sequences
         if (offsets != offsets[:1]).any():
             raise ValueError(
-                "texts of other lengths have their tokens at other places: they are read one by one"
+                "sequences of other lengths have their tokens at other places: they are read one by one"
             )
         first = offsets[0]
         if bool((first == first[0]).all()):
@@ -222,14 +222,14 @@ def _build_table(reader: Any, build: Callable[..., Tensor], *args: Any, **kwargs
     table = build(*map(shorten, args), **short_kwargs)  # [H, 1, length]
     if table.shape[-1] < length:
         raise ValueError(
-            f"texts of {length} tokens are longer than the {table.shape[-1]} that this model counts"
+            f"sequences of {length} tokens are longer than the {table.shape[-1]} that this model counts"
         )
     columns = positions.columns
     # without a mask the function makes one table for all sequences
     if not masks:
         if (columns != columns[:1]).any():
             raise ValueError(
-                "one table serves all texts, whose columns stand at other places: they are read one by one"
+                "one table serves all sequences, whose columns stand at other places: they are read one by one"
             )
         columns = columns[:1]
     # a table may be longer than asked for: then its last `length` entries are those of the positions

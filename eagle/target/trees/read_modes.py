@@ -266,7 +266,7 @@ class Probe:
             return f"hands on {len(nodes)} states for {len(expected)} nodes: not one for each token"
         # not `>`, so that nan is a fault
         if not (nodes - expected).norm() <= limit * expected.norm():
-            return "reads a small tree unlike the texts along its paths, for it masks or places tokens by itself"
+            return "reads a small tree unlike the sequences along its paths, for it masks or places tokens by itself"
         # copies of one token at one position must have equal states, but for rounding, which may exceed `limit`
         limit = max(limit, self.eps)
         worst = (copies - copies[0]).norm(dim=-1).max() / copies[0].norm()

@@ -56,7 +56,7 @@ class Reading:
         # a mixer has the state {} before the first token
         committed = [states.get(mixer, {}) for states in self.states]
         if self.commits:
-            return self._read_texts(mixer, inputs, committed)
+            return self._read_sequences(mixer, inputs, committed)
         if self.levels:
             return self._read_levels(mixer, inputs, committed)
         return self._read_paths(mixer, inputs, committed)
@@ -166,7 +166,7 @@ class Reading:
         self.inputs[mixer] = self._join_inputs(mixer, inputs)
         return _map_rows(lambda rows: nodes.scatter(rows, plan.new), _join_outputs(outputs), nodes)
 
-    def _read_texts(self, mixer: Mixer, inputs: dict[str, Any], committed: list[State]) -> Any:
+    def _read_sequences(self, mixer: Mixer, inputs: dict[str, Any], committed: list[State]) -> Any:
         """Run a mixer over tokens that are all committed, as those of prompts, without padding.
 
         Padding would enter a state. So sequences share a call only if they have the same length and kind of state.
@@ -183,7 +183,7 @@ class Reading:
         self.end_states[mixer] = []
         for call in calls:
             states = [committed[seq] for seq, _ in call]
-            output, ends = self._read_text(mixer, inputs, states, call)
+            output, ends = self._read_sequence(mixer, inputs, states, call)
             outputs.append(output)
             self.end_states[mixer] += ends
         if is_batch:
@@ -195,7 +195,7 @@ class Reading:
             rows,
         )
 
-    def _read_text(
+    def _read_sequence(
         self,
         mixer: Mixer,
         inputs: dict[str, Any],

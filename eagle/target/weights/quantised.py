@@ -197,8 +197,8 @@ def why_rows_mix(quantization: dict[str, Any] | None) -> str:
         return ""
     return (
         f"is quantised by bitsandbytes with llm_int8_threshold {threshold}: a column is left out of the rounding where "
-        "any row of a forward is beyond it, so that states depend on the texts read with them, and what decoding says "
-        "on the draft. Set llm_int8_threshold to 0.0 in its config.json, which needs no new weights, or take 4 bits"
+        "any row of a forward is beyond it, so that states depend on the sequences read with them, and decoding on "
+        "the draft. Set llm_int8_threshold to 0.0 in its config.json, which needs no new weights, or take 4 bits"
     )
 
 

@@ -13,9 +13,9 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from eagle.drafters.parts.decoder_block import Cache, NormedBlock, Rotary, head_shape
+from eagle.drafters.parts.sequence_blocks import key_value, position_tables, read_rows
 from eagle.drafters.parts.spans import Spans
-from eagle.drafters.parts.text_blocks import key_value, position_tables, read_rows
-from eagle.target.slots import SlotCache
+from eagle.target.slots import RowCache
 
 LENGTH = 9
 HIDDEN = 24
@@ -63,7 +63,7 @@ def test_blocks_are_those_of_transformers(kind: str, path: str) -> None:
         if path == "whole":
             got = block(x, tables, None, None)
         elif path == "cached":
-            owner = SlotCache()
+            owner = RowCache()
             cache = Cache(owner, block)
             first_tables = tuple(table[:, :5] for table in tables)
             later_tables = tuple(table[:, 5:] for table in tables)

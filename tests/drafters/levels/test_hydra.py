@@ -17,7 +17,7 @@ from eagle.core.drafter import Committed
 from eagle.core.examples import collate
 from eagle.core.tree import PUBLISHED_TREE
 from eagle.drafters.levels.hydra import Hydra, HydraSettings
-from eagle.drafters.parts import spans, text_state
+from eagle.drafters.parts import sequence_state, spans
 from eagle.drafters.parts.text_dropout import TextDropout
 from tests import naive_hydra
 from tests.drafters.test_many_texts import BUDGETS, SAMPLINGS, play
@@ -180,7 +180,7 @@ def test_drafts_are_those_of_a_loop_without_a_cache(name: str) -> None:
 @torch.no_grad()
 def test_updates_at_other_positions_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The check fails if every update stands at the start of its sequence."""
-    positions = text_state.slot_positions
+    positions = sequence_state.new_positions
 
     def start_over(
         starts: list[int],
@@ -190,8 +190,8 @@ def test_updates_at_other_positions_are_seen(monkeypatch: pytest.MonkeyPatch) ->
         return positions([0] * len(starts), counts, device)
 
     monkeypatch.setattr(
-        text_state,
-        "slot_positions",
+        sequence_state,
+        "new_positions",
         start_over,
     )
     with pytest.raises(AssertionError, match="another tree"):

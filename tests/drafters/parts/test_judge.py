@@ -17,8 +17,8 @@ from eagle.core.tree import PUBLISHED_TREE, Paths, chain_paths
 from eagle.core.verify import walk
 from eagle.data.features import LiveFeatures
 from eagle.drafters.none import NoDrafter
-from eagle.drafters.parts import text_blocks
-from eagle.drafters.parts.validation import figures, validate_text
+from eagle.drafters.parts import sequence_blocks
+from eagle.drafters.parts.validation import figures, validate_sequence
 from eagle.drafters.recurrent.eagle1 import Eagle1
 from tests.drafters.loops import split_texts
 from tests.families import VOCAB_SIZE, build, random_tokens
@@ -183,7 +183,7 @@ def test_another_unroll_is_seen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Steps that do not see themselves count something else."""
-    attend = text_blocks.attend
+    attend = sequence_blocks.attend
 
     # the last of a step's own keys is its own
     def forget_last(
@@ -195,7 +195,7 @@ def test_another_unroll_is_seen(
     ) -> Tensor:
         return attend(query, key, value, spans, step_pairs=own[:-1])
 
-    monkeypatch.setattr(text_blocks, "attend", forget_last)
+    monkeypatch.setattr(sequence_blocks, "attend", forget_last)
     assert validate(head, target, mixed) != drafted
 
 
@@ -277,7 +277,7 @@ def test_a_head_that_is_the_target_accepts_everything_it_can_follow() -> None:
     tokens = torch.tensor([0, 0, 1, 2, 5, 4])
     mask = torch.tensor([False, False, True, True, True, True])
     levels = [states[1:5], states[[2, 3, 4, 5]]]
-    sums = validate_text(
+    sums = validate_sequence(
         levels,
         states,
         tokens,

@@ -164,7 +164,7 @@ def test_a_head_of_such_a_loss_is_saved_as_any_other(tmp_path: Path) -> None:
 
 
 def test_a_loss_vocabulary_without_texts_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"drafter\.loss_vocab is 4, but no texts were given"):
+    with pytest.raises(ValueError, match=r"drafter\.loss_vocab is 4, but no sequences were given"):
         Eagle1.for_target(Eagle1.Settings(loss_vocab=4), SHAPE)
     too_many = SHAPE.vocab_size + 1
     with pytest.raises(ValueError, match=f"{too_many} was asked for"):

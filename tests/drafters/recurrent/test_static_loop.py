@@ -158,7 +158,7 @@ def test_a_text_that_outgrows_its_buffer_is_captured_again(
     """There is one capture for each size of the buffer, and the trees stay the same."""
     monkeypatch.setattr(
         head_state,
-        "text_capacity",
+        "sequence_capacity",
         lambda length: 16 if length <= 16 else 64,
     )
     traces = replay(

@@ -16,7 +16,7 @@ from eagle import Budget
 from eagle.core.drafter import Committed, TargetHead
 from eagle.core.examples import Batch, Example, collate
 from eagle.core.tree import DraftTree
-from eagle.drafters.parts import text_blocks
+from eagle.drafters.parts import sequence_blocks
 from eagle.drafters.parts.spans import Spans
 from eagle.drafters.recurrent import head_state
 from eagle.drafters.recurrent.unroll import Unrolled, UnrolledDrafter
@@ -124,7 +124,7 @@ def test_each_step_of_training_is_a_level_of_drafting(
     drafting_is_training(new_head(tmp_path, name), monkeypatch)
 
 
-attend = text_blocks.attend
+attend = sequence_blocks.attend
 
 
 def attend_to_neighbours(
@@ -141,6 +141,6 @@ def attend_to_neighbours(
 
 def test_a_fault_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If training sees what its neighbour has drafted, drafting says something else."""
-    monkeypatch.setattr(text_blocks, "attend", attend_to_neighbours)
+    monkeypatch.setattr(sequence_blocks, "attend", attend_to_neighbours)
     with pytest.raises(AssertionError, match="not close"):
         drafting_is_training(new_head(tmp_path, "hass"), monkeypatch)

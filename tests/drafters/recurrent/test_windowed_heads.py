@@ -15,8 +15,8 @@ from transformers import LlamaConfig
 from eagle import Budget, Sampling
 from eagle.core.drafter import Committed
 from eagle.core.examples import collate
-from eagle.drafters.parts import text_state
-from eagle.drafters.parts.text_state import TextState
+from eagle.drafters.parts import sequence_state
+from eagle.drafters.parts.sequence_state import SequenceState
 from eagle.drafters.parts.window import Window
 from eagle.drafters.recurrent import head_state
 from eagle.drafters.recurrent.eagle1 import Eagle1
@@ -131,10 +131,10 @@ def test_each_step_of_training_is_a_level_of_drafting(
     drafting_is_training(new_head(tmp_path, name, window=WINDOWS[name]), monkeypatch)
 
 
-drop_unseen = TextState._drop_unseen
+drop_unseen = SequenceState._drop_unseen
 
 
-def keep_positions(self: TextState, slots: Any) -> None:
+def keep_positions(self: SequenceState, slots: Any) -> None:
     """Drop columns, and let the text seem shorter by them."""
     drop_unseen(self, slots)
     self.dropped = dict.fromkeys(self.dropped, 0)
@@ -143,7 +143,7 @@ def keep_positions(self: TextState, slots: Any) -> None:
 @pytest.mark.parametrize(
     ("home", "name", "fault"),
     [
-        (TextState, "_drop_unseen", keep_positions),
+        (SequenceState, "_drop_unseen", keep_positions),
         (head_state, "_hide_levels", lambda tree_mask, begin: tree_mask),
     ],
     ids=["positions", "old levels"],
@@ -203,9 +203,9 @@ def test_the_state_does_not_grow_with_the_text(
         )
         update = Committed(torch.arange(count) % V, features, 1)
         state.propose({0: update}, {0: BUDGET})
-    assert state.text_length(0) == 3006
+    assert state.sequence_length(0) == 3006
     assert state.cache.lengths[0] <= window.most
-    assert state.cache.sizes[1] <= (window.most + text_state.WINDOW_CHUNK_TOKENS) * 3 // 2
+    assert state.cache.sizes[1] <= (window.most + sequence_state.WINDOW_CHUNK_TOKENS) * 3 // 2
     # what the mask of the last read spans is what the probe is timed by
     widths = []
     read = head.read

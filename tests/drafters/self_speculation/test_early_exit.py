@@ -15,7 +15,7 @@ from eagle.decoding.cycle_times import bare_costs
 from eagle.decoding.loop import Decoding
 from eagle.drafters.self_speculation import exit_state
 from eagle.drafters.self_speculation.early_exit import EarlyExit
-from eagle.target.view import TargetTexts
+from eagle.target.view import TargetSequences
 from tests.families import NUM_LAYERS, build, own_answer, own_logits, random_tokens
 
 PROMPTS = [random_tokens(count, seed) for seed, count in enumerate((6, 11, 3))]
@@ -76,14 +76,14 @@ def test_drafts_are_those_of_the_cut_model(family: str) -> None:
     check_drafts(build(family, torch.float64), EarlyExit(LAYERS))
 
 
-read_ahead = TargetTexts.ahead
+read_ahead = TargetSequences.ahead
 
 
 def test_a_hidden_root_is_seen(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nodes that do not see the root draft something else."""
 
     def hide_root(
-        self: TargetTexts,
+        self: TargetSequences,
         rows: Any,
         tokens: Tensor,
         depths: list[int],
@@ -102,7 +102,7 @@ def test_a_hidden_root_is_seen(llama: Any, monkeypatch: pytest.MonkeyPatch) -> N
             layers=layers,
         )
 
-    monkeypatch.setattr(TargetTexts, "ahead", hide_root)
+    monkeypatch.setattr(TargetSequences, "ahead", hide_root)
     with pytest.raises(AssertionError, match="the cut model says"):
         check_drafts(llama, EarlyExit(LAYERS))
 
@@ -175,11 +175,11 @@ def test_texts_that_are_read_alone_are_drafted_for_alone(monkeypatch: pytest.Mon
     target.reader.reads_rows = False
     rows_read = []
 
-    def count_rows(self: TargetTexts, rows: Any, *args: Any) -> Tensor:
+    def count_rows(self: TargetSequences, rows: Any, *args: Any) -> Tensor:
         rows_read.append(len(rows))
         return read_ahead(self, rows, *args)
 
-    monkeypatch.setattr(TargetTexts, "ahead", count_rows)
+    monkeypatch.setattr(TargetSequences, "ahead", count_rows)
     traces = generate(target, EarlyExit(), PROMPTS, **options)
     assert [trace.cycles for trace in traces] == [trace.cycles for trace in expected]
     assert set(rows_read) == {1}

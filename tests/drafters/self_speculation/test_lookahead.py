@@ -12,13 +12,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from eagle import Budget, Sampling, Target, generate
-from eagle.core.drafter import Committed, DraftText
+from eagle.core.drafter import Committed, DraftSequence
 from eagle.core.tree import DraftTree, chain_paths
 from eagle.core.verify import Choose, walk
 from eagle.drafters.self_speculation.lookahead import (
     LookaheadDrafter,
+    LookaheadSequence,
     LookaheadState,
-    LookaheadText,
 )
 from tests.enumerate_law import texts_of
 from tests.families import own_logits, small_llama
@@ -40,7 +40,7 @@ def paths_of(tree: DraftTree) -> set[tuple[int, ...]]:
 
 
 def decode(
-    draft: DraftText,
+    draft: DraftSequence,
     predict: Predict,
     budgets: Sequence[Budget],
     limit: int = LIMIT,
@@ -185,7 +185,7 @@ def test_every_tree_is_the_naive_loops(
 def test_a_fault_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """If each node's choice is that of the node before, the naive loop's trees are others."""
     assert find_difference(LookaheadDrafter(5, 4, 2), predict_by_hash(7, 3)) is None
-    advance = LookaheadText.advance
+    advance = LookaheadSequence.advance
 
     def shift_choices(
         text: Any,
@@ -194,7 +194,7 @@ def test_a_fault_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     ) -> None:
         advance(text, tree, [choices[-1], *choices[:-1]])
 
-    monkeypatch.setattr(LookaheadText, "advance", shift_choices)
+    monkeypatch.setattr(LookaheadSequence, "advance", shift_choices)
     assert find_difference(LookaheadDrafter(5, 4, 2), predict_by_hash(7, 3)) is not None
 
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from eagle.core.verify import Choose, Sampling
 from eagle.target.state import TargetState
-from eagle.target.trees import text_states
+from eagle.target.trees import sequence_states
 from eagle.target.trees.reading import Reading, States
-from eagle.target.trees.text_states import RowStates, TextStates
+from eagle.target.trees.sequence_states import RowStates, SequenceStates
 from eagle.target.trees.tree_plan import Plan
 from tests.batches import Request
 from tests.families import random_tokens
@@ -28,7 +28,7 @@ Fault = Callable[[pytest.MonkeyPatch], None]
 
 def sibling_state(patch: pytest.MonkeyPatch) -> None:
     """Let a node go on from the state of its parent's sibling."""
-    find = text_states.find_parents
+    find = sequence_states.find_parents
 
     def find_wrong(seen: Tensor | None, *rest: Any) -> list[list[int]]:
         # each list holds the parent of every node
@@ -44,7 +44,7 @@ def sibling_state(patch: pytest.MonkeyPatch) -> None:
 
         return found
 
-    patch.setattr(text_states, "find_parents", find_wrong)
+    patch.setattr(sequence_states, "find_parents", find_wrong)
 
 
 def replay_one_short(patch: pytest.MonkeyPatch) -> None:
@@ -60,7 +60,7 @@ def replay_one_short(patch: pytest.MonkeyPatch) -> None:
 
 def padding_enters(patch: pytest.MonkeyPatch) -> None:
     """Read prompts of a batch as long as the longest, with their padding."""
-    read = Reading._read_texts
+    read = Reading._read_sequences
 
     def read_padded(self: Reading, *args: Any) -> Any:
         plan = self.plan
@@ -70,15 +70,15 @@ def padding_enters(patch: pytest.MonkeyPatch) -> None:
             inner.setattr(self, "plan", Plan(chains, plan.shape[1], plan.new))
             return read(self, *args)
 
-    patch.setattr(Reading, "_read_texts", read_padded)
+    patch.setattr(Reading, "_read_sequences", read_padded)
 
 
 def snapshot_late(patch: pytest.MonkeyPatch) -> None:
     """Let what is held after a prompt have read one more token."""
-    keep = TextStates.keep
+    keep = SequenceStates.keep
 
     def keep_late(
-        self: TextStates, paths: Mapping[int, Sequence[int]], lengths: Mapping[int, int]
+        self: SequenceStates, paths: Mapping[int, Sequence[int]], lengths: Mapping[int, int]
     ) -> None:
         late = {}
 
@@ -93,23 +93,23 @@ def snapshot_late(patch: pytest.MonkeyPatch) -> None:
             # under the old length, so that nothing else notices
             self.entries[slot].by_length[lengths[slot]] = states
 
-    patch.setattr(TextStates, "keep", keep_late)
+    patch.setattr(SequenceStates, "keep", keep_late)
 
 
 def not_forked(patch: pytest.MonkeyPatch) -> None:
     """Let a copied sequence keep the states after its prompt."""
 
-    def copy_old(self: TextStates, slot: int, other: int) -> None:
+    def copy_old(self: SequenceStates, slot: int, other: int) -> None:
         held = self.entries[slot]
         first = held.by_length[min(held.by_length)]
         self.entries[other] = RowStates(dict.fromkeys(held.by_length, first), set(held.snapshots))
 
-    patch.setattr(TextStates, "copy", copy_old)
+    patch.setattr(SequenceStates, "copy", copy_old)
 
 
 def not_swapped(patch: pytest.MonkeyPatch) -> None:
     """Let a sequence take the slot of one that ended without its states."""
-    patch.setattr(TextStates, "swap", lambda *_: None)
+    patch.setattr(SequenceStates, "swap", lambda *_: None)
 
 
 def answers_are_right(bench: Own, kind: str, requests: list[Request]) -> bool:

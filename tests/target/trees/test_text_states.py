@@ -14,7 +14,7 @@ from torch import nn
 from eagle import Target
 from eagle.drafters.none import NoDrafter
 from eagle.target.cache import TreeCache
-from eagle.target.trees import text_states
+from eagle.target.trees import sequence_states
 from eagle.target.trees.mixers import WRITERS, Mixers, find_mixers
 from tests.every_type import build as build_type
 from tests.families import build, own_answer, random_tokens
@@ -60,7 +60,7 @@ def test_bytes_of_a_cache_count_the_states(target: Target, monkeypatch: pytest.M
     assert target.cache_bytes(100, texts=4) == columns + 4 * 2 * states
 
     # 100 tokens then have two more snapshots
-    monkeypatch.setattr(text_states, "SNAPSHOT_TOKENS", 40)
+    monkeypatch.setattr(sequence_states, "SNAPSHOT_TOKENS", 40)
 
     assert target.cache_bytes(100) == columns + 4 * states
 
@@ -91,7 +91,7 @@ def test_reading_goes_on_where_states_are_held(
     target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A prompt that shares a part with an earlier sequence is read from the last snapshot within that part."""
-    monkeypatch.setattr(text_states, "SNAPSHOT_TOKENS", 8)
+    monkeypatch.setattr(sequence_states, "SNAPSHOT_TOKENS", 8)
     monkeypatch.setattr("eagle.target.state.PREFILL_CHUNK", 5)
     model = copy.deepcopy(target.model)
 
@@ -109,7 +109,7 @@ def test_states_of_a_longer_sequence_are_seen(
 ) -> None:
     """Planted fault: states of a longer sequence are taken for those of a shorter one."""
 
-    def cut_late(self: text_states.TextStates, slot: int, length: int) -> None:
+    def cut_late(self: sequence_states.SequenceStates, slot: int, length: int) -> None:
         held = self.entries[slot]
         states = [*held.by_length.values()]
         # the newest state, under another length
@@ -117,8 +117,10 @@ def test_states_of_a_longer_sequence_are_seen(
         held.reading = None
 
     model = copy.deepcopy(target.model)
-    monkeypatch.setattr(text_states.TextStates, "reusable", lambda self, slot, length: length)
-    monkeypatch.setattr(text_states.TextStates, "cut", cut_late)
+    monkeypatch.setattr(
+        sequence_states.SequenceStates, "reusable", lambda self, slot, length: length
+    )
+    monkeypatch.setattr(sequence_states.SequenceStates, "cut", cut_late)
     decode(target, NoDrafter(), PROMPT, 8)
 
     assert decode(target, NoDrafter(), SECOND, 8) != own_answer(model, SECOND, 8)
@@ -156,8 +158,10 @@ def test_states_are_read_under_the_targets_lock(target: Target) -> None:
 
 def test_states_that_are_not_held_are_an_error_in_words() -> None:
     """Reading on after a length without states names those that are held."""
-    states = text_states.TextStates()
-    with pytest.raises(RuntimeError, match=r"slot 0 holds states behind \[\] tokens, not behind 3"):
+    states = sequence_states.SequenceStates()
+    with pytest.raises(
+        RuntimeError, match=r"cache row 0 holds states behind \[\] tokens, not behind 3"
+    ):
         states.open([0], [3], [1], None, 1, mixers=Mixers(), commits=False)
 
 

@@ -1,6 +1,6 @@
 """The drafting state of heads with blocks: the KV cache of many sequences, and forwards over committed tokens.
 
-A row is a sequence of the decoding batch. It has a slot of the cache from its first draft on.
+A row is a sequence of the decoding batch. It has a row of the cache from its first draft on.
 """
 
 # B sequences, N new tokens of all sequences, T of one, S cache columns, L taps, H width
@@ -21,7 +21,7 @@ from eagle.device import upload
 from eagle.drafters.parts.decoder_block import Cache, Rotary, rotary_tables
 from eagle.drafters.parts.scoring import DraftRequest
 from eagle.drafters.parts.window import Window
-from eagle.target.slots import SlotCache, with_room
+from eagle.target.slots import RowCache, with_room
 
 # rows with at most this many new tokens share a forward, even if their numbers of tokens differ much
 SHORT_ROW_TOKENS = 16
@@ -31,7 +31,7 @@ MAX_PADDED_TOKENS = 4096
 WINDOW_CHUNK_TOKENS = 512
 
 
-class TextHead(Protocol):
+class SequenceHead(Protocol):
     """A head that reads committed tokens; see `eagle.drafters.recurrent.unroll.UnrolledDrafter`."""
 
     layers: Any
@@ -73,24 +73,24 @@ class TextHead(Protocol):
         ...
 
 
-class TextState:
-    """The KV cache of many sequences, and their noise. The slots in use are always the first ones of the cache.
+class SequenceState:
+    """The KV cache of many sequences, and their noise. The cache rows in use are always the first ones of the cache.
 
     With a window, columns that no later token sees are dropped, so that the cost of a sequence does not grow with its
     length.
     """
 
-    def __init__(self, head: TextHead, window: Window | None = None) -> None:
+    def __init__(self, head: SequenceHead, window: Window | None = None) -> None:
         """Begin without rows; `window` is that of the head's blocks, None if tokens see their whole sequence."""
         self.head = head
         self.window = window
-        self.cache = SlotCache()
+        self.cache = RowCache()
         self.blocks = [Cache(self.cache, block) for block in head.layers]  # the cache of each block
         weight = head.layers[0].mlp.up_proj.weight
         self.device = weight.device
         self.dtype = weight.dtype
         self.noises: dict[int, Noise | None] = {}
-        self.rows: list[int] = []  # the row of each slot in use
+        self.rows: list[int] = []  # the row of each cache row in use
         # by row: how many columns a window has dropped, all of them after the sinks
         self.dropped: dict[int, int] = {}
 
@@ -100,33 +100,33 @@ class TextState:
         self.dropped[row] = 0
 
     def fork(self, row: int, other: int) -> None:
-        """Copy a row's slot, with its keys and values, to a new row."""
-        # a row without a slot has read nothing yet
+        """Copy a row's cache row, with its keys and values, to a new row."""
+        # a row without a cache row has read nothing yet
         self.noises[other] = self.noises[row]
         self.dropped[other] = self.dropped[row]
         if row in self.rows:
-            self._take_slots([other])
+            self._take_cache_rows([other])
             self.cache.copy(self.rows.index(row), len(self.rows) - 1)
 
     @torch.inference_mode()
     def release(self, row: int) -> None:
-        """Release a row. The sequence in the last slot moves to its slot, so that the slots in use stay the first."""
+        """Release a row. The sequence in the last cache row moves to its place, so that those in use stay the first."""
         del self.noises[row], self.dropped[row]
-        # a row that never drafted has no slot
+        # a row that never drafted has no cache row
         if row not in self.rows:
             return
-        slot = self.rows.index(row)
+        cache_row = self.rows.index(row)
         last = self.rows.pop()
-        self.cache.clear(slot)
-        self.cache.swap(slot, len(self.rows))
+        self.cache.clear(cache_row)
+        self.cache.swap(cache_row, len(self.rows))
         if last != row:
-            self.rows[slot] = last
+            self.rows[cache_row] = last
         self._reserve()
 
-    # -- slots --------------------------------------------------------------------------------------------------------
+    # -- cache rows ---------------------------------------------------------------------------------------------------
 
-    def _take_slots(self, rows: Sequence[int]) -> None:
-        """Assign the next free slot to each of these new rows."""
+    def _take_cache_rows(self, rows: Sequence[int]) -> None:
+        """Assign the next free cache row to each of these new rows."""
         for row in rows:
             self.rows.append(row)
             self.cache.clear(len(self.rows) - 1)
@@ -136,33 +136,33 @@ class TextState:
     def _reserve(self) -> None:
         """Reserve cache memory for the rows in use, with 1.5 times the columns of the longest.
 
-        `SlotCache.reserve` frees memory if far more is allocated.
+        `RowCache.reserve` frees memory if far more is allocated.
         """
         used = len(self.rows)
         longest = max(self.cache.lengths[:used], default=0)
         self.cache.reserve(max(used, 1), longest * 3 // 2)
 
-    def _drop_unseen(self, slots: Sequence[int]) -> None:
-        """Drop the columns of these slots that no later token sees, as they have left the window."""
+    def _drop_unseen(self, cache_rows: Sequence[int]) -> None:
+        """Drop the columns of these cache rows that no later token sees, as they have left the window."""
         if self.window is None:
             return
-        # by slot: the first column to drop, and the first after it to keep
+        # by cache row: the first column to drop, and the first after it to keep
         gaps: dict[int, tuple[int, int]] = {}
-        for slot in slots:
-            length = self.cache.lengths[slot]
+        for cache_row in cache_rows:
+            length = self.cache.lengths[cache_row]
             # dropping moves all later columns, so it is done only once a window's number of columns can be dropped
             if length > self.window.most:
-                gaps[slot] = (self.window.sinks, length - self.window.recent)
+                gaps[cache_row] = (self.window.sinks, length - self.window.recent)
         self.cache.drop(gaps)
-        for slot, (start, stop) in gaps.items():
-            self.dropped[self.rows[slot]] += stop - start
+        for cache_row, (start, stop) in gaps.items():
+            self.dropped[self.rows[cache_row]] += stop - start
 
-    def text_length(self, slot: int) -> int:
-        """Return how many tokens of a slot's sequence the head has read, including those whose columns were dropped.
+    def sequence_length(self, cache_row: int) -> int:
+        """Return how many tokens of a cache row's sequence the head has read, with those whose columns were dropped.
 
         It is the position of the next token.
         """
-        return self.cache.lengths[slot] + self.dropped[self.rows[slot]]
+        return self.cache.lengths[cache_row] + self.dropped[self.rows[cache_row]]
 
     # -- committed tokens ---------------------------------------------------------------------------------------------
 
@@ -172,15 +172,15 @@ class TextState:
         """Read all tokens that were committed since the last draft, so that drafts can begin.
 
         Returns:
-            The rows in the order of their slots, the draft request of each, and the head's states [B, H] after the
+            The rows in the order of their cache rows, the draft request of each, and the head's states [B, H] after the
             roots, from which drafts begin.
         """
-        self._take_slots([row for row in updates if row not in self.rows])
+        self._take_cache_rows([row for row in updates if row not in self.rows])
         rows = sorted(updates, key=self.rows.index)
         hidden = self._last_states({row: updates[row] for row in rows})
         requests = []
         for row in rows:
-            length = self.text_length(self.rows.index(row))
+            length = self.sequence_length(self.rows.index(row))
             # the root has the position `length`, and its children the next one
             requests.append(
                 DraftRequest(updates[row].root, length + 1, budgets[row], self.noises[row])
@@ -228,21 +228,23 @@ class TextState:
                 The cache does not count them, so the next committed tokens overwrite them. None for no tokens.
         """
         head = self.head
-        slots = [self.rows.index(row) for row in updates]
-        starts = [self.cache.lengths[slot] for slot in slots]
+        cache_rows = [self.rows.index(row) for row in updates]
+        starts = [self.cache.lengths[cache_row] for cache_row in cache_rows]
         # the tokens of each row that the cache will count, and all that the forward reads
         new = [len(update.tokens) for update in updates.values()]
         extra = len(mask_tokens[0]) if mask_tokens is not None else 0
         counts = [count + extra for count in new]
         tokens, hidden = self._pad_inputs(updates, mask_tokens)
-        positions = slot_positions([self.text_length(slot) for slot in slots], counts, self.device)
+        positions = new_positions(
+            [self.sequence_length(cache_row) for cache_row in cache_rows], counts, self.device
+        )
         mask = self._mask(starts, counts)
         tables = rotary_tables(head.rotary, hidden, positions)
-        self.cache.set_write_offset(slots, starts)
+        self.cache.set_write_offset(cache_rows, starts)
         states = head.read(tokens, hidden, tables, mask, self.blocks, head.target_head)
-        for slot, count in zip(slots, new, strict=True):
-            self.cache.lengths[slot] += count
-        self._drop_unseen(slots)
+        for cache_row, count in zip(cache_rows, new, strict=True):
+            self.cache.lengths[cache_row] += count
+        self._drop_unseen(cache_rows)
         # without padding the root and the mask tokens are in the last columns of all rows
         if min(counts) == max(counts):
             return states[:, min(new) - 1 :]
@@ -288,11 +290,11 @@ class TextState:
         # all rows are new and no token is beyond the window of another
         if max(starts) == 0 and fits_window:
             return None
-        columns = slot_positions(starts, counts, self.device)
+        columns = new_positions(starts, counts, self.device)
         return causal_mask(columns, max(starts) + max(counts), self.dtype, self.window)
 
 
-def text_bytes(layers: Any, columns: int) -> int:
+def sequence_bytes(layers: Any, columns: int) -> int:
     """Return the bytes of the keys and values of one sequence in these blocks, as allocated for `columns` columns."""
     column_bytes = 0
     for block in layers:
@@ -344,7 +346,7 @@ def pad_rows(rows: Sequence[Tensor]) -> Tensor:
     return rows[0][None] if len(rows) == 1 else pad_sequence(list(rows), batch_first=True)
 
 
-def slot_positions(starts: list[int], counts: list[int], device: torch.device) -> Tensor:
+def new_positions(starts: list[int], counts: list[int], device: torch.device) -> Tensor:
     """Return the positions [B, T] of new tokens, [1, T] if they are the same in all rows.
 
     Row i has `counts[i]` new tokens, the first at position `starts[i]`.

@@ -30,7 +30,7 @@ class RowStates:
     seq: int = 0  # the index of the cache row's sequence in that forward
 
 
-class TextStates:
+class SequenceStates:
     """The states of every cache row. Their tensors are never written to, so that copies and snapshots share them."""
 
     def __init__(self) -> None:
@@ -89,8 +89,8 @@ class TextStates:
         by_length = self.entries[cache_row].by_length
         if length not in by_length:
             raise RuntimeError(
-                f"slot {cache_row} holds states behind {sorted(by_length)} tokens, not behind {length}: go back by "
-                "`cut` to `reusable` tokens, and read on from there"
+                f"cache row {cache_row} holds states behind {sorted(by_length)} tokens, not behind {length}: go back "
+                "by `cut` to `reusable` tokens, and read on from there"
             )
         return by_length[length]
 
@@ -106,7 +106,7 @@ class TextStates:
         (reading,) = readings.values()
         if reading is None:
             raise RuntimeError(
-                f"slots {list(cache_rows)} hold no uncommitted nodes: read their trees from the root"
+                f"cache rows {list(cache_rows)} hold no uncommitted nodes: read their trees from the root"
             )
         seqs = [entry.seq for entry in entries]
         parents = reading.plan.parents

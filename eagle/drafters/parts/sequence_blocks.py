@@ -16,10 +16,10 @@ from eagle.device import upload
 from eagle.drafters.parts.decoder_block import Block, Cache, Norm, Rotary, rotary_tables
 from eagle.drafters.parts.growth import level_mask
 from eagle.drafters.parts.operations import rotate
+from eagle.drafters.parts.sequence_state import SequenceHead
 from eagle.drafters.parts.spans import Spans, attend
-from eagle.drafters.parts.text_state import TextHead
 from eagle.drafters.parts.window import Window
-from eagle.target.slots import SlotCache
+from eagle.target.slots import RowCache
 
 Pair = tuple[Tensor, Tensor]
 """Rotary tables (cosines and sines [N, w]) at some rows, or the keys and values [heads, N, w] of some rows."""
@@ -53,7 +53,7 @@ class CompiledParts:
         self.is_compiled = True
 
 
-def text_slots(
+def sequence_positions(
     batch: Batch, device: torch.device, window: Window | None = None
 ) -> tuple[Tensor, Tensor, Spans]:
     """Return the slots of a batch: every token of a sequence but the last two has a slot.
@@ -187,7 +187,7 @@ def add_rows(block: Block, heads: Tensor, residual: Tensor) -> Tensor:
 
 
 def probe_read(
-    head: TextHead, context: int, rows: int, window: Window | None = None
+    head: SequenceHead, context: int, rows: int, window: Window | None = None
 ) -> Callable[[], Tensor]:
     """Return a function whose seconds are measured: one forward of a head's blocks over tokens of one sequence.
 
@@ -202,7 +202,7 @@ def probe_read(
     # the target's embedding and LM head, which `bind` wraps in a tuple
     target_head = head.target_head
     # the columns of all blocks move together in one cache; each block has its own keys and values in it
-    cache = SlotCache()
+    cache = RowCache()
     caches = [Cache(cache, block) for block in head.layers]
     if window is not None:
         context = min(context, window.most)

@@ -182,15 +182,15 @@ def _batch_of(rounds: Sequence[Sequence[Example]], target: Target) -> Batch:
     return collate(examples, every_tap(target)).to(target.device)
 
 
-def split_texts(batch: Batch, parts: int) -> tuple[Batch, Batch]:
+def split_answers(batch: Batch, parts: int) -> tuple[Batch, Batch]:
     """Return the first 1 / `parts` of the sequences, and the rest; all of them twice if that gives fewer than two."""
     count = len(batch.lengths) // parts
     if count < 2:
         return batch, batch
-    return select_texts(batch, 0, count), select_texts(batch, count, len(batch.lengths))
+    return select_answers(batch, 0, count), select_answers(batch, count, len(batch.lengths))
 
 
-def select_texts(batch: Batch, start: int, end: int) -> Batch:
+def select_answers(batch: Batch, start: int, end: int) -> Batch:
     """Return a range of a batch's sequences, without copying."""
     # the tokens of all sequences are in one dimension
     rows = slice(sum(batch.lengths[:start]), sum(batch.lengths[:end]))
