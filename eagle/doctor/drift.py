@@ -51,7 +51,9 @@ class Drift:
         if self.pooled.errors > -1.96:
             return f"keep the head for now: {what}, which chance may explain over {self.prompts} prompts; give more"
         if self.kept >= TRAIN_ON:
-            return f"train the head further: {what}; set train.init to it, on answers of the fine-tune"
+            return (
+                f"train the head further: {what}; set train.init to it, on answers of the fine-tune"
+            )
         return f"train a new head: {what}, too little for a start"
 
     def to_json(self) -> dict[str, Any]:
