@@ -163,7 +163,7 @@ class FeatureStore:
             tensors |= pack_shown(example.shown for example in examples)
         # an identity without `inputs` makes a store of the first version, which keeps all slots
         if "inputs" in identity:
-            tensors |= {"read": sizes.read, "taught": sizes.taught, "shared": sizes.shared}
+            tensors |= {"read": sizes.read, "taught": sizes.teacher, "shared": sizes.shared}
         path = folder / "examples.safetensors"
         write_examples(path, examples, token_count, tensors)
         index = {

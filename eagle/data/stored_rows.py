@@ -35,22 +35,22 @@ class TapRoles:
 
     inputs: tuple[int, ...]  # at every slot, as the head reads them
     # at the slots before learned tokens alone, as the head learns from them
-    taught: tuple[int, ...]
+    teacher: tuple[int, ...]
 
     @property
     def taps(self) -> tuple[int, ...]:
         """Return all taps in order, the LM head's input last."""
-        return _sort_taps((*self.inputs, *self.taught))
+        return _sort_taps((*self.inputs, *self.teacher))
 
     @classmethod
     def join(cls, roles: Iterable[TapRoles]) -> TapRoles:
         """Return the taps that several heads need, so that one store serves all of them."""
         inputs: set[int] = set()
-        taught: set[int] = set()
+        teacher: set[int] = set()
         for role in roles:
             inputs.update(role.inputs)
-            taught.update(role.taught)
-        return cls(_sort_taps(inputs), _sort_taps(taught))
+            teacher.update(role.teacher)
+        return cls(_sort_taps(inputs), _sort_taps(teacher))
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +69,8 @@ def parts_of(identity: Mapping[str, Any]) -> tuple[Part, ...]:
     if "inputs" not in identity:
         return (Part("", taps, "all"),)
     inputs = tuple(tap for tap in taps if tap in identity["inputs"])
-    taught = tuple(tap for tap in taps if tap not in identity["inputs"])
-    parts = [Part("", inputs, "read"), Part("taught_", taught, "taught")]
+    teacher = tuple(tap for tap in taps if tap not in identity["inputs"])
+    parts = [Part("", inputs, "read"), Part("taught_", teacher, "taught")]
     return tuple(part for part in parts if part.taps)
 
 
@@ -103,7 +103,7 @@ class SequenceSizes:
 
     tokens: Tensor  # how many tokens each has
     read: Tensor  # how many slots are kept of each as "read"
-    taught: Tensor  # and as "taught"
+    teacher: Tensor  # and as "taught"
     shared: Tensor  # how many of its first "read" slots the sequence before it has, too
 
     @classmethod
@@ -119,14 +119,14 @@ class SequenceSizes:
         for loss_mask, shared in sequences:
             previous_read = read
             read = len(slots_of(loss_mask, "read"))
-            taught = len(slots_of(loss_mask, "taught"))
+            teacher = len(slots_of(loss_mask, "taught"))
             # only slots that both sequences keep are shared
-            sizes.extend((len(loss_mask), read, taught, min(shared, previous_read, read)))
+            sizes.extend((len(loss_mask), read, teacher, min(shared, previous_read, read)))
         return cls(*(torch.tensor(sizes[field::4], dtype=torch.int32) for field in range(4)))
 
     def rows(self, slots: Slots) -> Tensor:
         """Return [N], how many rows a store keeps for each sequence, without those that the one before has."""
-        return {"all": self.tokens, "read": self.read - self.shared, "taught": self.taught}[slots]
+        return {"all": self.tokens, "read": self.read - self.shared, "taught": self.teacher}[slots]
 
 
 def pick_rows(

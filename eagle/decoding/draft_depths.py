@@ -99,7 +99,7 @@ class Levels:
 class Forecast:
     """What is expected of a draft of one row, by level."""
 
-    reached: list[float]  # probability that the level, and so all levels above it, are accepted
+    path_probs: list[float]  # probability that the level, and so all levels above it, are accepted
     proposed: list[float]  # probability that the drafter proposes the level if it is requested
     # seconds that the drafter takes to read what it has not read of the row, spread over the cycles ahead
     start: float = 0.0
@@ -107,9 +107,9 @@ class Forecast:
     def limit(self, depth: int) -> Forecast:
         """Return the forecast of a row that may draft at most `depth` levels: deeper ones bring and cost nothing."""
         depth = max(depth, 0)
-        beyond = [0.0] * (len(self.reached) - depth)
+        beyond = [0.0] * (len(self.path_probs) - depth)
         return Forecast(
-            [*self.reached[:depth], *beyond], [*self.proposed[:depth], *beyond], self.start
+            [*self.path_probs[:depth], *beyond], [*self.proposed[:depth], *beyond], self.start
         )
 
 
@@ -205,7 +205,7 @@ class Batch:
         # each row gets one token from the target, and one from each accepted level
         drafted = 0.0
         for forecast, depth in zip(self.forecasts, levels, strict=True):
-            drafted += sum(forecast.reached[:depth])
+            drafted += sum(forecast.path_probs[:depth])
         return len(levels) + drafted
 
     def seconds(self, levels: Sequence[int]) -> float:
@@ -249,7 +249,7 @@ class Batch:
         limited = [
             forecast.limit(limit) for forecast, limit in zip(self.forecasts, limits, strict=True)
         ]
-        order = sorted(range(len(limited)), key=lambda row: -sum(limited[row].reached))
+        order = sorted(range(len(limited)), key=lambda row: -sum(limited[row].path_probs))
         ranked = Batch([limited[row] for row in order], self.costs)
         levels = [0] * len(order)
         for _ in range(PRICE_ROUNDS):
@@ -312,7 +312,7 @@ class Batch:
         start = 0.0
         silent = 1.0  # the probability that none of these rows proposes the level
         for count, forecast in enumerate(self.forecasts, start=1):
-            tokens += forecast.reached[level]
+            tokens += forecast.path_probs[level]
             # the seconds at the start of a draft count once, with its first level
             start += 0.0 if level else forecast.start
             silent *= 1 - forecast.proposed[level]

@@ -119,10 +119,10 @@ def chain_length(rates: list[float]) -> float:
     """Return the acceptance length of a chain with these acceptance rates by level."""
     # tau = 1 + r1 + r1 r2 + r1 r2 r3 + ...
     tau = 1.0
-    reached = 1.0
+    path_prob = 1.0
     for rate in rates:
-        reached *= rate
-        tau += reached
+        path_prob *= rate
+        tau += path_prob
     return tau
 
 
@@ -173,8 +173,8 @@ def expect_accepted(accepted: Tensor, expected: Tensor, in_seq: Tensor) -> Tenso
     """
     accepted = accepted * in_seq
     # [K, S], the chance that a chain reaches a level
-    reached = torch.cat([torch.ones_like(accepted[:1]), accepted[:-1]]).cumprod(0)
-    return (reached * expected * in_seq).sum(0)
+    path_probs = torch.cat([torch.ones_like(accepted[:1]), accepted[:-1]]).cumprod(0)
+    return (path_probs * expected * in_seq).sum(0)
 
 
 class TargetProbs:

@@ -50,7 +50,7 @@ from eagle.formats.reading.target_files import count_differing_rows
 from eagle.log import describe_seconds, progress
 from eagle.recipe.plain_yaml import parse_yaml
 from eagle.target.target import Target
-from eagle.training.reached import describe_reached, would_gain
+from eagle.training.reached import compare_with_curve, would_gain
 
 LEVELS = 3  # of the chain that is examined; of a head that guesses several at once all
 MAX_LEVELS = 8
@@ -125,9 +125,9 @@ def examine(
         notes.append(
             f"{source}: acceptance length {1 + sum(rates):.3f} with chains of {len(rates)}"
         )
-    reached = describe_reached(*trained)
-    if reached:
-        notes.append(reached)
+    comparison = compare_with_curve(*trained)
+    if comparison:
+        notes.append(comparison)
     if counts:
         decoded = count_chains(target, head, prompt_tokens, len(counts.per_position) or LEVELS)
         notes.append(

@@ -218,15 +218,15 @@ class TargetState:
         The last token is always read again, because its logits are needed.
         """
         border = self.target.border
-        held = self.sequences[cache_row]
+        cached = self.sequences[cache_row]
         # the same tokens may stand for other images
         if media_of(prompt) or cache_row in self.cache.offsets:
             return 0
         # a longrope model reads sequences longer than the border with other rotary frequencies throughout
-        if (len(held) > border) != (len(prompt) > border):
+        if (len(cached) > border) != (len(prompt) > border):
             return 0
-        limit = min(len(held), len(prompt) - 1)
-        same = next((i for i in range(limit) if held[i] != prompt[i]), limit)
+        limit = min(len(cached), len(prompt) - 1)
+        same = next((i for i in range(limit) if cached[i] != prompt[i]), limit)
         reusable = self.cache.reusable(cache_row, same)
         return reusable if self.reader.reads_on(reusable, len(prompt)) else 0
 

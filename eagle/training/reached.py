@@ -65,7 +65,7 @@ def read_curves(path: Path = CURVES) -> dict[str, Curve]:
     return curves
 
 
-def describe_reached(kind: str, tokens: int, head: Module, path: Path = CURVES) -> str | None:
+def compare_with_curve(kind: str, tokens: int, head: Module, path: Path = CURVES) -> str | None:
     """Return a sentence on how far training has come, for the log at the end of a run; None without a curve.
 
     It compares the run with the measured curve of the same method at the same number of tokens per weight, and says
@@ -113,7 +113,7 @@ def describe_reached(kind: str, tokens: int, head: Module, path: Path = CURVES) 
 
 def would_gain(kind: str, tokens: int, head: Module, path: Path = CURVES) -> bool:
     """Return whether more tokens would still bring much; False for methods without a curve."""
-    described = describe_reached(kind, tokens, head, path)
+    described = compare_with_curve(kind, tokens, head, path)
     return described is not None and described.endswith(MORE)
 
 

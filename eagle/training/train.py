@@ -41,7 +41,7 @@ from eagle.training.choice import (
 from eagle.training.drafts_loss import DraftsLoss
 from eagle.training.launch import gather, prepare_sharded, shard_head
 from eagle.training.plan import Dealer, Plan
-from eagle.training.reached import describe_reached
+from eagle.training.reached import compare_with_curve
 from eagle.training.resume import DISK_FAULTS, Checkpoints, load_stem, run_identity
 from eagle.training.trackers import TrackedMetrics
 
@@ -229,11 +229,11 @@ class _Run:
 
     def _report(self) -> None:
         """Print how far training came on the method's measured curve, and the gain over the head of `train.init`."""
-        reached = describe_reached(
+        comparison = compare_with_curve(
             self.recipe.drafter.kind, self.plan.learned(self.step), self.mirror
         )
-        if reached:
-            self.print(reached)
+        if comparison:
+            self.print(comparison)
         if self.decoding and self.choice.start and self.choice.counts:
             self.print(self.choice.describe_gain(self.decoding))
         if self.metrics:

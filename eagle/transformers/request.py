@@ -106,7 +106,7 @@ def read_request(
     criteria: Any,
     config: GenerationConfig,
     kwargs: Mapping[str, Any],
-    given: Mapping[str, Any],
+    caller_kwargs: Mapping[str, Any],
 ) -> Request:
     """Return the request of a call of `generate`; ValueError for anything that drafts cannot serve.
 
@@ -117,10 +117,10 @@ def read_request(
         criteria: transformers' stopping criteria.
         config: The generation config of the call.
         kwargs: The inputs that `generate` has prepared for the model's forward.
-        given: The arguments that the caller passed to `generate`.
+        caller_kwargs: The arguments that the caller passed to `generate`.
     """
     # Whatever would make the answer differ from that of the model without drafts must be refused, and nothing else.
-    _check_mode(model, config, kwargs, given)
+    _check_mode(model, config, kwargs, caller_kwargs)
     _check_outputs(config)
     _check_preparation(model, input_ids, kwargs)
     _check_switch(model, input_ids, criteria.max_length or config.max_length)
@@ -128,7 +128,7 @@ def read_request(
     prompts, paddings = _split_padding(input_ids, mask)
     _check_positions(kwargs.get("position_ids"), mask, input_ids)
     expansion = max(config.num_beams or 1, config.num_return_sequences or 1)
-    media = find_media(model, given)
+    media = find_media(model, caller_kwargs)
     _check_inputs(model, kwargs, media)
     if media:
         prompts = [_join_media(prompts, paddings, media)]
@@ -148,7 +148,7 @@ def _check_mode(
     model: Any,
     config: GenerationConfig,
     kwargs: Mapping[str, Any],
-    given: Mapping[str, Any],
+    caller_kwargs: Mapping[str, Any],
 ) -> None:
     """Refuse models, decoding modes and caches with which drafts cannot be verified."""
     if model.config.is_encoder_decoder:
@@ -173,7 +173,7 @@ def _check_mode(
     if kwargs.get("inputs_embeds") is not None:
         raise ValueError("inputs_embeds has no tokens that a drafter could read: pass input_ids")
     for name in CACHES:
-        if given.get(name) is not None:
+        if caller_kwargs.get(name) is not None:
             raise ValueError(
                 f"{name} was passed, and a decoder with drafts keeps its own cache: leave it out; a prompt that goes "
                 "on from the last call's only sequence is not read again"
@@ -340,16 +340,16 @@ def _differs(made: Any, expected: Tensor | None) -> bool:
     return made.shape != expected.shape or bool((made != expected).any())
 
 
-def find_media(model: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+def find_media(model: Any, caller_kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return those of the caller's arguments that belong to images, by name; an empty dict without images.
 
     Args:
         model: The model.
-        given: The arguments that the caller passed to `generate`.
+        caller_kwargs: The arguments that the caller passed to `generate`.
     """
     encoded = _encoder_inputs(model)
     media = {}
-    for name, value in given.items():
+    for name, value in caller_kwargs.items():
         # token types tell image tokens from text
         belongs = IMAGES.search(name) or name.endswith(TYPES) or name in encoded
         if value is not None and belongs:

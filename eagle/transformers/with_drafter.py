@@ -152,7 +152,7 @@ class WithDrafter:
             criteria=stopping_criteria,
             config=generation_config,
             kwargs=kwargs,
-            given=caller.get("kwargs", {}),
+            caller_kwargs=caller.get("kwargs", {}),
         )
         check_processors(request.processors, self.stateless)
         if request.is_beams and streamer is not None:

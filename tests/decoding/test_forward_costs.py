@@ -240,7 +240,7 @@ def find_best_speed(forecasts: Sequence[Forecast], context: int) -> float:
             seconds += GROW + draft_seconds(drafting, 2 if level == 1 else 1)
         tokens = float(count)
         for forecast, depth in zip(forecasts, depths, strict=True):
-            tokens += sum(forecast.reached[:depth])
+            tokens += sum(forecast.path_probs[:depth])
         speeds.append(tokens / seconds)
     return max(speeds)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from eagle.training.reached import COLUMN, Curve, describe_reached, read_curves, would_gain
+from eagle.training.reached import COLUMN, Curve, compare_with_curve, read_curves, would_gain
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_it_is_read_off_the_curve(tokens: int, says: str, curves: Path) -> None:
     """By tokens per weight that is trained; what is frozen does not count."""
     # 20 weights are trained: 10 tokens are half a token a weight
     head = nn.ModuleList([nn.Linear(4, 5, bias=False), nn.Linear(9, 9).requires_grad_(False)])
-    described = describe_reached("some", tokens, head, curves)
+    described = compare_with_curve("some", tokens, head, curves)
     assert described is not None
     assert re.search(says, described), described
     assert curves.name in described
@@ -66,7 +66,7 @@ def test_it_is_read_off_the_curve(tokens: int, says: str, curves: Path) -> None:
 
 def test_no_figure_is_written_in_powers_of_ten(curves: Path) -> None:
     """Also of few tokens and many weights."""
-    described = describe_reached("some", 453, nn.Linear(4000, 5880), curves)
+    described = compare_with_curve("some", 453, nn.Linear(4000, 5880), curves)
     assert described is not None
     assert "had 24,000,000 tokens; as the longest, 190,000,000" in described
     assert not re.search(r"\de[+-]\d|0\.0\d", described)
@@ -76,8 +76,8 @@ def test_no_figure_is_written_in_powers_of_ten(curves: Path) -> None:
 def test_nothing_is_said_without_a_curve(kind: str, tokens: int, curves: Path) -> None:
     """Of another method, of one point, of a head that learned nothing, and where no results are."""
     head: Any = nn.Linear(2, 2)
-    assert describe_reached(kind, tokens, head, curves) is None
-    assert describe_reached("some", 9, head, curves.with_name("no")) is None
+    assert compare_with_curve(kind, tokens, head, curves) is None
+    assert compare_with_curve("some", 9, head, curves.with_name("no")) is None
 
 
 def test_between_points_it_is_straight_over_the_logarithm() -> None:

@@ -40,29 +40,29 @@ class TextDropout:
         """Return the concatenated rows [R, ..] of all sequences with dropout."""
         if not self.share:
             return rows
-        kept = torch.empty(rows.shape, dtype=torch.bool, device=rows.device)
-        return self._drop(rows, kept, kept.split(self.counts))
+        keep_mask = torch.empty(rows.shape, dtype=torch.bool, device=rows.device)
+        return self._drop(rows, keep_mask, keep_mask.split(self.counts))
 
     def drop_padded(self, rows: Tensor) -> Tensor:
         """Return right-padded sequences [B, T, ..] with the dropout that their rows get unpadded; padding is kept."""
-        kept = torch.ones(rows.shape, dtype=torch.bool, device=rows.device)
-        seqs = [row[:count] for row, count in zip(kept, self.counts, strict=True)]
-        return self._drop(rows, kept, seqs)
+        keep_mask = torch.ones(rows.shape, dtype=torch.bool, device=rows.device)
+        seqs = [row[:count] for row, count in zip(keep_mask, self.counts, strict=True)]
+        return self._drop(rows, keep_mask, seqs)
 
-    def _drop(self, rows: Tensor, kept: Tensor, seqs: Sequence[Tensor]) -> Tensor:
+    def _drop(self, rows: Tensor, keep_mask: Tensor, seqs: Sequence[Tensor]) -> Tensor:
         """Sample the mask of each sequence, and return the rows with dropout.
 
         Args:
             rows: The rows of all sequences.
-            kept: A bool mask of the same shape, which is filled.
-            seqs: Views of `kept`, one for each sequence.
+            keep_mask: A bool mask of the same shape, which is filled.
+            seqs: Views of `keep_mask`, one for each sequence.
         """
         for seq, generator in zip(seqs, self.generators, strict=True):
-            seq.copy_(draw_kept(seq, self.share, generator))
-        return (rows * kept) * (1 / (1 - self.share))
+            seq.copy_(draw_keep_mask(seq, self.share, generator))
+        return (rows * keep_mask) * (1 / (1 - self.share))
 
 
-def draw_kept(like: Tensor, share: float, generator: torch.Generator) -> Tensor:
+def draw_keep_mask(like: Tensor, share: float, generator: torch.Generator) -> Tensor:
     """Sample a bool mask of the shape of `like`, true with the probability 1 - share, exact to 1 in 65,536."""
     # on CPUs a random word costs more than all that is done with it, so one 64-bit word gives four 16-bit numbers
     words = torch.empty(-(-like.numel() // 4), dtype=torch.int64, device=like.device)

@@ -184,7 +184,7 @@ def _read_window(head: HeadFolder, blocks: int) -> Config:
     """
     keys, block, nested = head.sections
     types = block.read("layer_types") or [FULL] * blocks
-    size = _first_given(nested.read("swa_window_size"), block.read("sliding_window"))
+    size = _first_not_none(nested.read("swa_window_size"), block.read("sliding_window"))
     indices = [index for index, kind in enumerate(types) if kind == SLIDING]
     # ModelOpt leaves layer_types as they were, and all layers slide
     if nested.read("use_swa"):
@@ -194,7 +194,7 @@ def _read_window(head: HeadFolder, blocks: int) -> Config:
     if indices and size is None:
         head.problem("config.json: layers slide, and no sliding_window says how far", FROM_RUN)
     non_causal = keys.read("sliding_window_non_causal")
-    causal = _first_given(block.read("is_causal"), keys.read("is_causal"), nested.read("causal"))
+    causal = _first_not_none(block.read("is_causal"), keys.read("is_causal"), nested.read("causal"))
     if not indices or size is None:
         return {"causal": bool(causal)}
     # by default a layer with a window is causal and one without is not, except where speculators says otherwise
@@ -218,7 +218,9 @@ def _read_taps(head: HeadFolder, blocks: int) -> tuple[int, ...]:
     # without the target, its config may tell how many layers it has
     layers = head.target.layers if head.target else head.keys.read("num_target_layers")
     inputs = head.keys.read("aux_hidden_state_layer_ids")
-    outputs = _first_given(head.nested.read("target_layer_ids"), head.keys.read("target_layer_ids"))
+    outputs = _first_not_none(
+        head.nested.read("target_layer_ids"), head.keys.read("target_layer_ids")
+    )
     if inputs is not None:
         taps = tuple(inputs)
     elif outputs is not None:
@@ -268,13 +270,15 @@ def _read_anchor(head: HeadFolder, key: str, predicts_next: bool) -> bool:
     """
     keys = head.keys
     shift = head.nested.read("shift_label")
-    anchor = _first_given(keys.read("sample_from_anchor"), head.nested.read("sample_from_anchor"))
+    anchor = _first_not_none(
+        keys.read("sample_from_anchor"), head.nested.read("sample_from_anchor")
+    )
     if None not in (anchor, shift) and anchor != shift:
         head.problem(
             f"config.json: sample_from_anchor is {anchor} and shift_label {shift}",
             "Correct one of them",
         )
-    anchor = _first_given(shift, anchor)
+    anchor = _first_not_none(shift, anchor)
     # DeepSpec's configs may hold the opposite too, or instead
     bonus = keys.read("dspark_bonus_anchor")
     if None not in (anchor, bonus) and anchor == bonus:
@@ -293,7 +297,7 @@ def _read_anchor(head: HeadFolder, key: str, predicts_next: bool) -> bool:
 
 def _read_mask(head: HeadFolder) -> int:
     """Return the mask token's id, which only the config says; 0 and a problem if it does not."""
-    mask: int | None = _first_given(
+    mask: int | None = _first_not_none(
         head.nested.read("mask_token_id"), head.keys.read("mask_token_id")
     )
     size = head.shape["vocab_size"]
@@ -307,7 +311,7 @@ def _read_mask(head: HeadFolder) -> int:
     return mask or 0
 
 
-def _first_given(*values: Any) -> Any:
+def _first_not_none(*values: Any) -> Any:
     """Return the first value that is not None."""
     return next((value for value in values if value is not None), None)
 

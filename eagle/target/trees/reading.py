@@ -219,7 +219,7 @@ class Reading:
 
         `paths` are by index of the sequence in this forward.
         """
-        kept: dict[int, States] = {seq: {} for seq in paths}
+        states: dict[int, States] = {seq: {} for seq in paths}
         # both are by mixer, and name those that this forward has run
         mixers = self.node_states if self.levels else self.inputs
         # padding would enter the states, so only paths of the same length run together
@@ -228,8 +228,8 @@ class Reading:
             rows = self.plan.paths(group)
             for mixer in mixers:
                 for seq, state in zip(rows.seqs, self._states_after(mixer, rows), strict=True):
-                    kept[seq][mixer] = state
-        return kept
+                    states[seq][mixer] = state
+        return states
 
     def _states_after(self, mixer: Mixer, paths: Paths) -> list[State]:
         """Return a mixer's state after each of these paths, which have the same length."""
@@ -245,24 +245,24 @@ class Reading:
         _, ends = self._run(mixer, self.inputs[mixer], states, paths, self.projections[mixer])
         return ends
 
-    def narrow(self, kept: Sequence[Path], states: Sequence[States]) -> Reading:
+    def narrow(self, paths: Sequence[Path], states: Sequence[States]) -> Reading:
         """Return this forward as if it had read only some of its sequences and nodes; later forwards may extend it.
 
         Args:
-            kept: the indices of the sequences, with their remaining nodes in order.
+            paths: the indices of the sequences, with their remaining nodes in order.
             states: the states of each after its committed tokens.
         """
         parents = []
-        for seq, nodes in kept:
+        for seq, nodes in paths:
             # a parent that is left out has been committed since, so its child now follows the committed sequence (-1)
             new_index = {node: index for index, node in enumerate(nodes)}
             parents.append([new_index.get(self.plan.parents[seq][node], -1) for node in nodes])
-        rows = self.plan.paths(kept)
+        rows = self.plan.paths(paths)
         narrowed = Reading(Plan(parents, rows.longest, 0), states, levels=self.levels)
         narrowed.inputs = {mixer: rows.gather(inputs) for mixer, inputs in self.inputs.items()}
         for mixer, node_states in self.node_states.items():
             narrowed.node_states[mixer] = {}
-            for row, (seq, nodes) in enumerate(kept):
+            for row, (seq, nodes) in enumerate(paths):
                 for index, node in enumerate(nodes):
                     narrowed.node_states[mixer][row, index] = node_states[seq, node]
         return narrowed

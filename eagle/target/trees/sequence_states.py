@@ -113,8 +113,8 @@ class SequenceStates:
         if seqs == list(range(len(parents))):
             return reading
         # some of the forward's sequences have ended since, or their order is another
-        kept = [(seq, list(range(len(parents[seq])))) for seq in seqs]
-        return reading.narrow(kept, states)
+        paths = [(seq, list(range(len(parents[seq])))) for seq in seqs]
+        return reading.narrow(paths, states)
 
     def close(self, cache_rows: Sequence[int], lengths: Sequence[int], reading: Reading) -> None:
         """Store a forward that has ended, so that `keep` can commit a path of its nodes.
