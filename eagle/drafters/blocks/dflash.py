@@ -24,7 +24,7 @@ class DFlashSettings(InjectedSettings):
 
 
 class DFlash(InjectedHead):
-    """Blocks over root and masks whose slots attend to one another; with `causal`, JetSpec's network."""
+    """Blocks over a root and mask tokens, whose slots attend to one another; with `causal`, JetSpec's network."""
 
     borrows_logits = True
     Settings = DFlashSettings
@@ -32,7 +32,7 @@ class DFlash(InjectedHead):
 
     @property
     def level_weights(self) -> list[float]:
-        """The weight of each level in the loss; with `d_pace` it is 1, as `pace_levels` gives the weights."""
+        """The weight of each level in the loss; with `d_pace` all are 1, as `pace_levels` gives the weights then."""
         return [1.0] * self.levels if self.settings.d_pace else super().level_weights
 
     @property
@@ -43,7 +43,9 @@ class DFlash(InjectedHead):
     def forward(
         self, batch: Batch, target_head: TargetHead, count: bool = False
     ) -> dict[str, Tensor]:
-        """Return the loss over all levels of the blocks after sampled anchors.
+        """Return the loss over all levels of the blocks after sampled anchors, as "total".
+
+        There are A anchors, the slots after which blocks are drafted, and K levels.
 
         Args:
             batch: The sequences, with the target's states.
@@ -51,17 +53,20 @@ class DFlash(InjectedHead):
             count: Whether to return the loss's divisor, as "divisor", in place of the loss; see `counts_by_forward`.
         """
         settings = self.settings
-        anchors, states = self.read_anchors(batch, target_head)
+        anchors, states = self.read_anchors(batch, target_head)  # states [A, K, H]
         # tokens are counted as rows of the draft vocabulary; those outside of it are no labels: their loss is 0, and
         # they count in the mean all the same
         tokens, in_vocab = self.find_drafts(anchors.tokens_of(batch))  # [A, K]
         head = self.output_head(target_head)
+        # [A, K] bool: whether a level has a loss, as all tokens up to the one that it predicts are supervised
         reached = anchors.reached
+        # both need the label: the loss as what it learns, the paces for the head's prob of it
         if settings.loss == "tokens" or settings.d_pace:
             reached = reached & in_vocab
         # L = sum_ak w_k * CE(q_ak) / divisor, with w_k = e^(-k / decay), or D-PACE's weights
         weights = reached * self.level_shares(batch)
         if settings.d_pace:
+            # with `d_pace` every w_k was 1, so that `weights` are 1 / divisor where a level is reached
             paces = pace_levels(states, tokens, reached, head)  # [A, K]
             # With the divisor "weights" the loss is divided by the sum of the paces of all batches of a step. Training
             # first calls this with `count` for each batch, and sums the results to `batch.divisors`. 1e-9 avoids a
@@ -74,6 +79,7 @@ class DFlash(InjectedHead):
                 weights = paces / max(batch.divisors[0], 1e-9)
             else:
                 weights = paces / paces.sum().clamp(min=1e-9)
+        # the cross-entropy of the sequence's tokens; for all other losses, a divergence from the target's probs
         teacher = tokens
         teacher_head = None
         objective = Objective()
@@ -81,6 +87,7 @@ class DFlash(InjectedHead):
             teacher = anchors.states_before(batch)
             teacher_head = head
             objective = Objective(settings.loss)
+        # every level of every anchor is a row of one step: [1, A * K, ..]; the second result is the loss by step
         total, _ = distillation_loss(
             states.flatten(0, 1)[None],
             teacher.flatten(0, 1),
@@ -96,15 +103,17 @@ class DFlash(InjectedHead):
 def pace_levels(states: Tensor, tokens: Tensor, reached: Tensor, target_head: TargetHead) -> Tensor:
     """Return D-PACE's loss weights [A, K]: how much of a draft's expected length depends on each level.
 
+    There are drafts after A anchors, each of K levels. The weights have no gradient.
+
     A level is accepted with probability s = (1 + p) / 2 by assumption, where p is the head's prob of the sequence's
     token. The expected length is the sum over k of s_1 ... s_k. The weight of level k is the sum of the terms that
     contain s_k: those from k on.
 
     Args:
         states: The head's states [A, K, H].
-        tokens: The sequences' tokens that they predict [A, K].
+        tokens: The sequences' tokens that they predict [A, K], as rows of the draft vocabulary.
         reached: [A, K] bool; a level that is not reached has the weight 0.
-        target_head: The target's LM head.
+        target_head: The target's LM head, with the rows of the draft vocabulary alone.
     """
     wide = torch.promote_types(states.dtype, torch.float32)
     # ROWS rows at a time, as logits of all rows may not fit in memory
@@ -114,6 +123,7 @@ def pace_levels(states: Tensor, tokens: Tensor, reached: Tensor, target_head: Ta
     ):
         chunk_probs = target_head.logits(chunk).softmax(-1, dtype=wide)
         probs.append(chunk_probs.gather(1, chunk_tokens[:, None])[:, 0])
+    # s_k, and 0 at levels that are not reached, so that the products below end there
     accepted = (0.5 + 0.5 * torch.cat(probs).view(tokens.shape)) * reached
     # sum over j >= k of s_1 ... s_j: a reversed cumulative sum
     lengths = accepted.cumprod(1)
