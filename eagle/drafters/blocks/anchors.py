@@ -100,7 +100,7 @@ class Anchors:
         offsets = torch.arange(1, 1 + self.reached.shape[1], device=target_hidden.device)
         # the state of a level that is not reached may not be stored, and the level has no weight: take the first state
         indices = self.token_indices[:, None] + torch.where(self.reached, offsets, 1)
-        # clamped only to be safe to gather: the states of levels that are reached exist
+
         return target_hidden[indices.clamp(max=len(batch.tokens) - 1)]
 
 

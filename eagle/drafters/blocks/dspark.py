@@ -36,9 +36,13 @@ from eagle.drafters.parts.scoring import DraftRequest
 
 
 class MarkovBias(nn.Module):
-    """The bias W2 W1[token], which depends on the last token alone (DSpark's "vanilla")."""
+    """The bias W2 W1[token] of a level's logits, where token is the one before the level (DSpark's "vanilla").
 
-    memory_size = 0  # M, the width of the state that is kept for each path
+    W1 maps a token to a code of width r, the rank, and W2 maps the code to a bias for each token that can be drafted.
+    """
+
+    # M, the width of a path's memory: the recurrent state that subclasses update at each token of a path; 0 for none
+    memory_size = 0
 
     def __init__(self, shape: HeadShape, rank: int) -> None:
         super().__init__()
@@ -62,19 +66,30 @@ class MarkovBias(nn.Module):
         memory: Tensor,
         target_head: TargetHead,
     ) -> tuple[Tensor, Tensor]:
-        """Read the token before a level; return the codes [.., r] and the new memory [.., M] of the paths.
+        """Read the token before a level on each path of a draft, to make the bias of the level's logits.
+
+        The bias of a path is `matrix` @ its code.
 
         Args:
-            level: The level whose logits get the bias.
+            level: The level whose logits get the bias. Here all levels are alike, in Domino the first have no bias.
             state: The level's states [.., H].
-            tokens: The tokens [..] before the level.
-            memory: The memory [.., M] of the paths up to these tokens, without them.
-            target_head: The target's embedding and LM head.
+            tokens: The tokens [..] before the level, one for each path.
+            memory: The recurrent state [.., M] of the paths up to these tokens, without them; M may be 0.
+            target_head: The target's embedding and LM head, of which only Domino embeds tokens.
+
+        Returns:
+            The codes [.., r] of the paths, and their new recurrent state [.., M], these tokens included.
         """
         return self.combine(state, self.markov_w1(tokens), memory)
 
     def combine(self, state: Tensor, token: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the codes and the new memory from states [.., H], embedded tokens [.., r] and the memory [.., M]."""
+        """Return the code [.., r] and the new recurrent state [.., M] of paths; here the code is the embedded token.
+
+        Args:
+            state: The states [.., H] of the level that gets the bias.
+            token: The embedded tokens [.., r] before the level.
+            memory: The recurrent state [.., M] of the paths without these tokens. Here none is kept: M is 0.
+        """
         return token, memory
 
 
@@ -86,13 +101,16 @@ class GatedBias(MarkovBias):
         self.gate_proj = nn.Linear(shape.hidden_size + rank, rank)
 
     def combine(self, state: Tensor, token: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the codes and the new memory."""
+        """Return the codes [.., r], the embedded tokens times their gates, and `memory` unchanged, of width 0.
+
+        The arguments are those of `MarkovBias.combine`: a level's states [.., H] and the embedded tokens [.., r].
+        """
         gate = self.gate_proj(torch.cat([state, token], dim=-1)).sigmoid()
         return token * gate, memory
 
 
 class RecurrentBias(MarkovBias):
-    """The bias W2 tanh(c) with a memory of the path, m' = s(g) m + (1 - s(g)) tanh(n).
+    """The bias W2 tanh(c), with a recurrent state m of the path's tokens, m' = s(g) m + (1 - s(g)) tanh(n).
 
     Here s is the sigmoid and (g, n, c) = J [m; W1[token]; state].
     """
@@ -100,10 +118,15 @@ class RecurrentBias(MarkovBias):
     def __init__(self, shape: HeadShape, rank: int) -> None:
         super().__init__(shape, rank)
         self.memory_size = rank
+        # J of the formula above
         self.joint_proj = nn.Linear(2 * rank + shape.hidden_size, 3 * rank)
 
     def combine(self, state: Tensor, token: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the codes and the new memory."""
+        """Return the codes tanh(c) [.., r] and the new recurrent state m' [.., r] of paths.
+
+        The arguments are those of `MarkovBias.combine`: a level's states [.., H], the embedded tokens [.., r] before
+        it, and the recurrent state m [.., r] without these tokens.
+        """
         gate, new, code = self.joint_proj(torch.cat([memory, token, state], dim=-1)).chunk(
             3, dim=-1
         )
@@ -111,6 +134,7 @@ class RecurrentBias(MarkovBias):
         return code.tanh(), gate * memory + (1 - gate) * new.tanh()
 
 
+# by the setting `markov`
 MARKOV = {"vanilla": MarkovBias, "gated": GatedBias, "rnn": RecurrentBias}
 
 
@@ -143,13 +167,22 @@ class GruBias:
         memory: Tensor,
         target_head: TargetHead,
     ) -> tuple[Tensor, Tensor]:
-        """Read the token before a level; return the codes [.., r] and the GRU's new state as memory [.., M].
+        """Read the token before a level on each path of a draft, to make the bias of the level's logits.
 
-        The codes of levels without a bias are zeros. The arguments are those of `MarkovBias.read_token`.
+        Args:
+            level: The level whose logits get the bias; the first `unbiased` levels get none.
+            state: The level's states [.., H].
+            tokens: The tokens [..] before the level, one for each path.
+            memory: The GRU's state [.., M] after the paths up to these tokens, without them.
+            target_head: The target's head, which embeds the tokens.
+
+        Returns:
+            The codes [.., r] of the paths, zeros for a level without a bias, and the GRU's new state [.., M].
         """
         embedded = target_head.embed(tokens).to(memory.dtype)
         # the GRU step by hand, as torch's kernels do not support every precision:
         # r = s(W_r x + U_r h); z = s(W_z x + U_z h); n = tanh(W_n x + r U_n h); h' = z h + (1 - z) n
+        # W and U, each with the three matrices for r, z and n, which torch stores in this order
         input_weight, memory_weight, *_ = self.gru.all_weights[0]
         reset, keep, new = F.linear(embedded, input_weight).chunk(3, dim=-1)
         reset_memory, keep_memory, new_memory = F.linear(memory, memory_weight).chunk(3, dim=-1)
@@ -158,31 +191,45 @@ class GruBias:
             keep * memory
             + (1 - keep) * (new + (reset + reset_memory).sigmoid() * new_memory).tanh()
         )
-        # the GRU has read the token for later levels
+        # no bias here, but the GRU has read the token for later levels
         if level < self.unbiased:
             return memory.new_zeros(*memory.shape[:-1], self.matrix.shape[1]), memory
+        # all layers of the MLP but the last, which is `matrix`
         return self.projections[:-1](torch.cat([state, memory], dim=-1)), memory
 
 
 class PathLevels(FollowsRows):
     """The logits of all levels of all trees: those of the level's slot plus a bias from each node's path.
 
-    It is a `RowsLevel`. One forward has made the states of all levels.
+    It is a `RowsLevel`, the function that tree growth calls for the logits of each level. One forward over a block has
+    made the states of all levels before.
     """
 
     def __init__(self, head: Any, requests: Sequence[DraftRequest], states: Tensor) -> None:
-        """Compute the logits after the roots of B requests, from the head's states [B, K, H] of the levels."""
+        """Compute the logits after the roots of B requests, from the head's states of their K levels.
+
+        Args:
+            head: The draft head, bound to a target's head.
+            requests: Those of the B rows, of which the roots are read.
+            states: [B, K, H], the states that predict each level.
+        """
         self.head = head
         self.states = states  # [B, K, H]
-        self.slot_logits: Tensor = head.logits(states, head.target_head)  # [B, K, V]
+        self.slot_logits: Tensor = head.logits(
+            states, head.target_head
+        )  # [B, K, V], without biases
+        # the requests whose trees still grow, and all of them, by index
         self.rows = self.all_rows = list(range(len(states)))
         self.roots = upload(torch.tensor([[request.root] for request in requests]), states.device)
-        self.tokens = self.roots  # [B, R], of the last level
-        # a head without a bias has no memory
+        self.tokens = (
+            self.roots
+        )  # [B, R], the tokens of the R nodes of the level that was read last; [B, 1] now
+        # a head without a bias keeps no recurrent state of paths
         memory_size = 0 if head.bias is None else head.bias.memory_size
-        # [B, R, M], the memory of the paths up to these tokens
+        # [B, R, M], the bias module's recurrent state of the path up to each of these nodes; `_read_tokens` updates it
         self.memory = states.new_zeros(len(states), 1, memory_size)
-        self.first = self._read_tokens(0)[:, 0]  # [B, V]
+        self.first = self._read_tokens(0)[:, 0]  # [B, V], the logits after the roots
+        # the recurrent state after the roots, to which another draft of the same rows returns
         self.first_memory = self.memory
 
     def __call__(
@@ -193,15 +240,22 @@ class PathLevels(FollowsRows):
         parents: Tensor,
         tree_mask: Tensor,
     ) -> Tensor:
-        """Return the logits after the nodes of one level: [B, R, V], or [B, 1, V] if they are the same for all nodes.
+        """Return the logits after the R nodes of one level of each row's tree.
 
-        The rows are those whose trees still grow. `parents` [B, R] are the nodes' indices in the level above, see
-        `RowsLevel`.
+        They are [B, R, V], or [B, 1, V] if they are the same for all nodes of a level.
+
+        Args:
+            depth: The depth of the nodes, 1 for the root's children.
+            rows: The B rows whose trees still grow.
+            tokens: [B, R], the tokens of the nodes.
+            parents: [B, R], the index of each node's parent in the level above.
+            tree_mask: Unused: a bias depends on the path's recurrent state, and no attention is computed.
         """
-        # a new draft of the same rows
+        # a new draft of the same rows begins after the roots again
         if depth == 1:
             self.rows = self.all_rows
             self.memory = self.first_memory
+        # each node continues the path of its parent
         (memory,) = self.keep_rows(rows, self.memory)
         self.memory = memory.take_along_dim(parents[..., None], 1)
         self.tokens = tokens
@@ -210,14 +264,24 @@ class PathLevels(FollowsRows):
     def confidence(self, depth: int, rows: list[int]) -> Tensor:
         """Return the estimated probability that a node's child is accepted: [B, R], or [B, 1] for all nodes of a level.
 
-        The nodes are those whose logits were returned last, at depth 0 the roots.
+        The nodes are the R of each row's tree whose logits were returned last, at depth 0 the roots.
+
+        Args:
+            depth: The depth of the nodes.
+            rows: The B rows whose trees still grow.
         """
         state = pick_rows(self.states[:, depth : depth + 1], rows)
+        # `self.tokens` may be left over from an earlier draft of the same rows, so the roots are taken by themselves
         tokens = self.tokens if depth else pick_rows(self.roots, rows)
         return self.head.rate(state, tokens).sigmoid()
 
     def _read_tokens(self, depth: int) -> Tensor:
-        """Return the logits [B, R, V] after the tokens of a level's nodes, and update the memory of their paths."""
+        """Return the logits [B, R, V] after `self.tokens` [B, R], those of the R nodes of a level of B trees.
+
+        Without a bias they are [B, 1, V]. It replaces `self.memory`, the recurrent state of the nodes' paths, by that
+        with these tokens. `depth` is that of the nodes, 0 for the roots.
+        """
+        # the slot that predicts what follows nodes of depth d is that of level d
         level = slice(depth, depth + 1)
         logits = pick_rows(self.slot_logits[:, level], self.rows)
         bias = self.head.bias
@@ -253,7 +317,10 @@ class DSparkSettings(InjectedSettings):
 
 
 class DSpark(InjectedHead):
-    """(states of a block, earlier draft tokens) -> logits: one forward gives all states, and each level has a bias."""
+    """(states of a block, earlier draft tokens) -> logits: one forward gives all states, and each level has a bias.
+
+    The bias depends on the tokens drafted before the level.
+    """
 
     open_levels = PathLevels
     Settings = DSparkSettings
@@ -278,6 +345,7 @@ class DSpark(InjectedHead):
         elif settings.markov != "none":
             self.markov_head = MARKOV[settings.markov](shape, rank)
         if settings.confidence:
+            # it reads the embedded token before the level too, if the Markov bias has an embedding
             inputs = width if self.markov_head is None else width + rank
             self.confidence_head = nn.ModuleDict({"proj": nn.Linear(inputs, 1)})
 
@@ -292,9 +360,13 @@ class DSpark(InjectedHead):
 
     @property
     def parts(self) -> Parts:
-        """The parts that `eagle doctor` checks: those of a block head, and the two tables of the Markov bias."""
+        """The weights that a faulty conversion could swap, which `eagle doctor` checks.
+
+        They are those of a block head, and the two matrices of the Markov bias, W1 and W2.
+        """
         if self.markov_head is None:
             return super().parts
+        # both have the shape [V, r] where all tokens can be drafted, so that a conversion can exchange them
         tables = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
         return replace(super().parts, alike=(tables,))
 
@@ -309,8 +381,10 @@ class DSpark(InjectedHead):
         """Return the log-odds [..] that the token drafted at a level is accepted.
 
         Args:
-            states: The level's states [.., H], or one that all tokens share.
+            states: The level's states [.., H], or one [.., 1, H] that all tokens share.
             tokens: The tokens [..] before the level.
+
+        Without a Markov bias the tokens are not read, and the log-odds have the shape of the states.
         """
         if self.markov_head is not None:
             embedded = self.markov_head.markov_w1(tokens)
@@ -331,14 +405,21 @@ class DSpark(InjectedHead):
         states: Tensor,
         target_head: TargetHead,
     ) -> Tensor:
-        """Return states and codes [A, K, H + r], where the sequences' tokens are the draft tokens.
+        """Return the inputs of `lm_head` in training, where the sequences' tokens are taken as the draft tokens.
 
-        Without a bias it returns the states [A, K, H]. The arguments are those of `InjectedHead.read_levels`.
+        They are states and codes [A, K, H + r] for K levels after each of A anchors; without a bias the states alone.
+
+        Args:
+            batch: The sequences.
+            anchors: The slots after which the blocks are drafted.
+            states: The states [A, K, H] of the blocks.
+            target_head: The target's embedding.
         """
         bias = self.bias
         if bias is None:
             return states
         codes = []
+        # the bias module's recurrent state of each block's tokens so far
         memory = states.new_zeros(len(states), bias.memory_size)
         for level, state in enumerate(states.unbind(1)):
             # level d reads the token before the one it predicts; level 0 the root
@@ -353,16 +434,23 @@ class DSpark(InjectedHead):
         return self.prefix_gru is not None
 
     def forward(self, batch: Batch, target_head: TargetHead) -> dict[str, Tensor]:
-        """Return the loss over all levels of the blocks after sampled anchors, plus the loss of the confidence."""
-        anchors, states = self.read_anchors(batch, target_head)
+        """Return the loss over all levels of the blocks after sampled anchors, plus the loss of the confidence.
+
+        The sum is "total"; "draft_probs" and "confidence" are logged. There are A anchors, the slots after which
+        blocks are drafted, and K levels.
+        """
+        anchors, states = self.read_anchors(batch, target_head)  # states [A, K, H]
+        # [A, K, H + r]: the states, and codes of the tokens before each level; without a bias the states alone
         hidden = self.read_levels(batch, anchors, states, target_head)
+        # [A, K], 0 at levels that are not reached
         weights = anchors.reached * self.level_shares(batch)
+        # the target's LM head, cut to the draft vocabulary
         output = self.output_head(target_head)
         total, overlaps = self.compare(
             batch, anchors, hidden, weights, heads=(self.lm_head(output), output)
         )
         if self.prefix_gru is not None:
-            # Domino first learns to predict without the bias, and gradually with it
+            # Domino first learns to predict without the bias, and gradually with it: progress goes from 0 to 1
             unbiased, _ = self.compare(batch, anchors, states, weights, heads=(output, output))
             total = batch.progress * total + (1 - batch.progress) * unbiased
         losses = {"total": total, "draft_probs": total.detach()}
@@ -370,6 +458,7 @@ class DSpark(InjectedHead):
             # the confidence learns the probability that a level is accepted after the sequence's tokens, which is the
             # overlap sum min(p, q) of head and target: [A, K]
             roots = anchors.tokens_at(batch, -1)[:, None]
+            # [A, K], the token before the one that each level predicts
             previous = torch.cat([roots, anchors.tokens_of(batch)[:, :-1]], dim=1)
             rated = self.rate(states, previous).to(overlaps.dtype)
             losses["confidence"] = F.binary_cross_entropy_with_logits(
@@ -390,10 +479,11 @@ class DSpark(InjectedHead):
 
         Args:
             batch: The sequences, with the target's states.
-            anchors: Those of the blocks.
-            hidden: The inputs of the student's LM head, [A, K, H or H + r].
+            anchors: The A slots after which the blocks are drafted.
+            hidden: The inputs of the draft head's LM head for each of K levels: states [A, K, H], or states and codes
+                [A, K, H + r].
             weights: The loss weight of each level at each anchor [A, K].
-            heads: The student's LM head and the target's.
+            heads: The draft head's LM head and the target's.
 
         Returns:
             The loss, and the overlaps sum min(p, q) [A, K], which are the probabilities of acceptance.
@@ -402,11 +492,12 @@ class DSpark(InjectedHead):
         # filled by the loss, which writes to a view of it
         overlaps = torch.zeros_like(weights, dtype=torch.promote_types(hidden.dtype, weights.dtype))
         tokens, in_vocab = self.find_drafts(anchors.tokens_of(batch).flatten())
-        # the target's probs are cut to the draft vocabulary, and tokens outside of it have no likelihood
+        # the target's probs are cut to the draft vocabulary, and tokens outside of it have no likelihood; None: all do
         mask = None if self.own_drafts is None else in_vocab
         sequence_tokens = SequenceTokens(tokens, overlaps.view(1, -1), mask)
         # sum |p - q| is twice the total variation
         objective = Objective("tv", weight=2 * settings.distance, tokens=settings.likelihood)
+        # every level of every anchor is a row of one step: [1, A * K, ..]; the second result is the loss by step
         total, _ = distillation_loss(
             hidden.flatten(0, 1)[None],
             anchors.states_before(batch).flatten(0, 1),

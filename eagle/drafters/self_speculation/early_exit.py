@@ -13,4 +13,5 @@ class EarlyExit(ExitDrafter):
     """The target's first layers with its own final norm and LM head."""
 
     def __init__(self, layers: int | None = None) -> None:
-        self.layers = layers  # None: a third of the target's
+        """Take the number of the target's first layers that draft; None for a third of its layers."""
+        self.layers = layers

@@ -46,7 +46,10 @@ class EarlyExitAdapterSettings(Section):
 
 
 class EarlyExitAdapter(ExitDrafter, TrainableDrafter):
-    """norm(x + rms(x) network(x / rms(x))) of a state x; at first the network is zero and the norm the target's."""
+    """norm(x + rms(x) network(x / rms(x))) of a state x, the output of the target's first layers.
+
+    At first the network is zero and the norm the target's, so that a new adapter changes nothing.
+    """
 
     reads = Reads(view=True, texts=True, weights=True)
     Settings = EarlyExitAdapterSettings
@@ -57,6 +60,7 @@ class EarlyExitAdapter(ExitDrafter, TrainableDrafter):
         assert settings.layers is not None  # for_target decides
         width = shape.hidden_size
         self.layers = settings.layers
+        # the states that training reads: the input of the layer after the drafting ones, and that of the LM head
         self.teacher_taps = (settings.layers, -1)
         # the last layer is zero, so that a new head drafts as the target's layers do without it
         linear = nn.Linear(width, width, bias=False)
@@ -81,7 +85,10 @@ class EarlyExitAdapter(ExitDrafter, TrainableDrafter):
     def context_taps(
         cls, settings: EarlyExitAdapterSettings, target_config: Any
     ) -> tuple[int, ...]:
-        """Return none: the adapter reads one state at a time."""
+        """Return the taps that training reads at every position: none, as the adapter reads one state at a time.
+
+        A head with attention would need the states of all earlier tokens.
+        """
         return ()
 
     @classmethod
@@ -93,11 +100,21 @@ class EarlyExitAdapter(ExitDrafter, TrainableDrafter):
         supervised: Iterable[Tensor] | None = None,
         weights: Callable[[str], Tensor] | None = None,
     ) -> EarlyExitAdapter:
-        """Return a new adapter; with the target's weights it predicts at first what `early_exit` predicts."""
+        """Return a new adapter; with the target's weights it predicts at first what `early_exit` predicts.
+
+        Args:
+            settings: The adapter's settings, whose `layers` may be left to a default.
+            target_config: The target's transformers config.
+            target_head: Not used: the adapter borrows the LM head without a copy.
+            supervised: Not used: the adapter drafts all tokens.
+            weights: Returns a tensor of the target by its name; None leaves the norm's weights at their start.
+        """
+        # the drafting layers' output is the input of the layer of this number
         (layers,) = cls.taps_for(settings, target_config)
         head = cls(settings.model_copy(update={"layers": layers}), head_shape(target_config))
         # this norm multiplies by its weight, where some model types store the weight less one
         if weights is not None:
+            # + True adds one
             head.norm.weight.data.copy_(
                 weights(FINAL_NORM) + (target_config.model_type in OFFSET_NORMS)
             )
@@ -105,7 +122,7 @@ class EarlyExitAdapter(ExitDrafter, TrainableDrafter):
 
     @property
     def network(self) -> dict[str, Any]:
-        """The network: the layer it follows and its kind."""
+        """What decides the meaning of its weights: the number of layers before the adapter, and its kind."""
         return {
             "network": "early_exit_adapter",
             "layers": self.layers,
@@ -113,10 +130,10 @@ class EarlyExitAdapter(ExitDrafter, TrainableDrafter):
         }
 
     def adapt(self, state: Tensor) -> Tensor:
-        """Return [.., H], the LM head's input, from the last layer's output [.., H]."""
+        """Return [.., H], the LM head's input, from the output [.., H] of the last drafting layer."""
         state = state.to(self.norm.weight.dtype)
         if self.change is not None:
-            # x + rms(x) network(x / rms(x)), as states differ in size by token and layer
+            # x + rms(x) network(x / rms(x)), as states differ in size by token and layer; `size` is rms(x)
             size = state.float().square().mean(-1, keepdim=True).sqrt().to(state.dtype)
             state = state + size * self.change(state / size)
         normed: Tensor = self.norm(state)
@@ -127,10 +144,12 @@ class EarlyExitAdapter(ExitDrafter, TrainableDrafter):
     def exit_states(self, batch: Batch, levels: int) -> tuple[Tensor, list[Tensor]]:
         """Return the indices [S] of the supervised slots among all tokens, and each level's LM head input [S, H].
 
-        Level d of slot i reads the layers' output at token i + 1 + d, as a draft does, and predicts token i + 2 + d.
+        Level d of slot i, from 0 on, reads the drafting layers' output at token i + 1 + d, as a draft does. It predicts
+        token i + 2 + d.
         """
         # the first token that a slot drafts is two after it
         slot_indices = upload(batch.loss_mask.nonzero()[:, 0] - 2, batch.tokens.device)
+        # the first of the two taps: the drafting layers' output at every token
         states = batch.select_taps(self.teacher_taps[:1])[:, 0]
         level_states = []
         for level in range(levels):
@@ -141,9 +160,11 @@ class EarlyExitAdapter(ExitDrafter, TrainableDrafter):
 
     def forward(self, batch: Batch, target_head: TargetHead) -> dict[str, Tensor]:
         """Return the distillation loss of one level: all levels do the same, as each reads the target's own states."""
-        slot_indices, (student,) = self.exit_states(batch, 1)
+        # [S] and [S, H]
+        slot_indices, (student,) = self.exit_states(batch, levels=1)
         # the target predicts token i + 2 from its state at token i + 1
         target_hidden = batch.select_taps((-1,))[:, 0].index_select(0, slot_indices + 1)
+        # one step; adapter and target have the same LM head
         total, _ = distillation_loss(
             student[None],
             target_hidden,
@@ -161,7 +182,11 @@ class EarlyExitAdapter(ExitDrafter, TrainableDrafter):
         target_head: TargetHead,
         trees: dict[str, Paths],
     ) -> dict[str, Tensor]:
-        """Return validation sums: how far each tree would be accepted, and the agreement with the target's probs."""
+        """Return sums over the batch: how far each tree would be accepted, and the agreement with the target's probs.
+
+        `trees` are fixed tree shapes by name, each a tuple of paths from the root.
+        """
+        # the depth of the deepest tree
         levels = max(len(path) for paths in trees.values() for path in paths)
         _, states = self.exit_states(batch, levels)
         return validate_batch(
@@ -174,12 +199,18 @@ class EarlyExitAdapter(ExitDrafter, TrainableDrafter):
         target_head: TargetHead,
         levels: int,
     ) -> list[tuple[Tensor, Callable[[Tensor], Tensor]]]:
-        """Return each level's states [S, H], and the target's LM head."""
+        """Return each level's LM head input [S, H] at the S supervised slots, and that head's `logits`.
+
+        The LM head is the target's.
+        """
         _, states = self.exit_states(batch, levels)
         return [(state, target_head.logits) for state in states]
 
     # -- drafting -----------------------------------------------------------------------------------------------------
 
     def exit_logits(self, hidden: Tensor, view: Any) -> Tensor:
-        """Return [.., V], by adapter and LM head."""
+        """Return the logits [.., V] of the last drafting layer's output [.., H], by the adapter and the LM head.
+
+        The view, the target's layers, is not needed: the head is bound to the target's LM head.
+        """
         return self.target_head.logits(self.adapt(hidden))

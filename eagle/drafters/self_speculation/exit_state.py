@@ -34,9 +34,11 @@ class ExitDrafter(Drafter):
     Every draft begins with a forward over the root; the target has read the accepted tokens.
     """
 
-    reads = Reads(view=True, texts=True)
-    layers: int | None = None
-    view: Any = None
+    reads = Reads(
+        view=True, texts=True
+    )  # it gets the target's layers, and the rows of the target's KV cache
+    layers: int | None = None  # how many of the target's first layers draft; None: a third of them
+    view: Any = None  # the target's layers (`TargetView`), once it is bound
 
     def exit_logits(self, hidden: Tensor, view: Any) -> Tensor:
         """Return logits [.., V] of the last drafting layer's output [.., H], by the target's final norm and LM head."""
@@ -45,6 +47,7 @@ class ExitDrafter(Drafter):
 
     def bind_target(self, view: Any) -> None:
         """Take the target's layers, for timing; a number of layers that it does not have is refused."""
+        # called for its refusal
         exit_layer(self.layers, len(view))
         self.view = view
 
@@ -56,15 +59,18 @@ class ExitDrafter(Drafter):
         )
 
     def forwards(self, budget: Budget) -> tuple[int, ...]:
-        """Return the rows of each level of the tree after the first."""
+        """Return how many nodes each forward of a draft after the first reads, level by level."""
         return level_rows(budget)
 
     def unread(self, accepted: int, depth: int) -> int:
-        """Return the root alone."""
+        """Return how many tokens a draft's first forward reads: 1, the root, as the target has read all before it."""
         return 1
 
     def probe(self, context: int, rows: int, scored: int) -> Callable[[], Tensor]:
-        """Return a function to time: the layers on `rows` rows after `context` tokens; the last `scored` get logits."""
+        """Return a function to time: the drafting layers on `rows` tokens after `context` cached ones.
+
+        The last `scored` of them get logits.
+        """
         view = self.view
         cache = view.new_cache()
         hidden = view.embed(torch.ones(1, context + rows, dtype=torch.long))
@@ -72,6 +78,8 @@ class ExitDrafter(Drafter):
         layers = exit_layer(self.layers, len(view))
 
         def read(rows: slice) -> Tensor:
+            """Return the output [1, K, H] of layers 0 to `layers` - 1 at K tokens, which it adds to the cache."""
+            # None: a causal mask
             states: Tensor = view.read(hidden[:, rows], positions[:, rows], None, cache, 0, layers)
             return states
 
@@ -96,15 +104,16 @@ class ExitState:
     Args:
         target_rows: The rows of the target's KV cache (`TargetSequences`).
         layers: How many of the target's first layers draft.
-        logits: Returns the logits [.., V] of these layers' output.
+        logits: Returns the logits [.., V] of these layers' output [.., H].
     """
 
     def __init__(self, target_rows: Any, layers: int, logits: Callable[[Tensor], Tensor]) -> None:
         self.target_rows = target_rows
         self.layers = layers
         self.logits = logits
+        # by row: the target's sampling noise, which trees are ranked with; None if the target is greedy
         self.noises: dict[int, Noise | None] = {}
-        self.confirmed: dict[int, int] = {}  # tokens, the root not counted
+        self.confirmed: dict[int, int] = {}  # by row: committed tokens, the root not counted
 
     def admit(self, row: int, noise: Noise | None = None) -> None:
         """Begin a row."""
@@ -127,8 +136,14 @@ class ExitState:
         updates: Mapping[int, Committed],
         budgets: Mapping[int, Budget],
     ) -> dict[int, DraftTree]:
-        """Return trees grown by the target's first layers, which read each root and then level after level."""
+        """Return trees grown by the target's first layers, which read each root and then level after level.
+
+        Args:
+            updates: By row, the tokens that the target has committed since the last draft, and the new root.
+            budgets: By row, the limits on its tree.
+        """
         trees: dict[int, DraftTree] = {}
+        # groups of rows that may share a forward
         for rows in self.target_rows.groups(list(updates)):
             requests = []
             for row in rows:
@@ -145,12 +160,21 @@ class ExitState:
         return trees
 
     def _grow(self, rows: list[int], requests: list[DraftRequest]) -> list[DraftTree]:
-        """Return the trees of rows that may share a forward."""
-        # of all nodes that are read, level after level; every draft reads the root first
+        """Return the trees of rows that may share a forward.
+
+        Args:
+            rows: The B rows.
+            requests: The root, position, budget and noise of each row's tree.
+        """
+        # the depth of each node that is read, level after level; every draft reads the root first, which has depth 0
         depths = [0]
 
         def read(read_rows: list[int], tokens: Tensor, mask: Tensor | None) -> Tensor:
-            """Return the logits [B, K, V] after the last K nodes [B, K] of these rows."""
+            """Return the logits [B, K, V] after the last K nodes [B, K] of B rows.
+
+            `mask` [B, K, R] says which of the R nodes read so far, the root first, each of them sees. None: a root sees
+            itself alone.
+            """
             return self.logits(self.target_rows.ahead(read_rows, tokens, depths, mask, self.layers))
 
         def level(
@@ -160,8 +184,13 @@ class ExitState:
             parents: Tensor,
             tree_mask: Tensor,
         ) -> Tensor:
+            """Return the logits [B, K, V] after the K nodes of one level of B rows' trees (a `RowsLevel`).
+
+            `row_indices` are the rows whose trees still grow. The parents are not needed, as `tree_mask` [B, K, R - 1]
+            marks each node's ancestors but the root.
+            """
             if depth == 1:
-                # trees of another budget grow after these, from the roots again
+                # trees of another budget grow after these, from the roots again: only the root's depth stays
                 del depths[1:]
             depths.extend([depth] * tokens.shape[1])
             # every node sees the root
@@ -173,7 +202,10 @@ class ExitState:
 
 
 def _fit_columns(budget: Budget, room: float) -> Budget:
-    """Return the budget, less deep if the root and the nodes that are read would not fit in `room` cache columns."""
+    """Return the budget, less deep if the root and the nodes that are read would not fit in `room` cache columns.
+
+    `room` is infinite if the cache may grow. The last level needs no column, as nothing reads it.
+    """
     while not budget.is_empty and 1 + sum(level_rows(budget)) > room:
         budget = budget.within(budget.depth - 1)
     return budget
