@@ -268,13 +268,13 @@ class Peagle(FusedHead):
         tables: tuple[Tensor, Tensor],
         context: Sequence[Pair],
     ) -> Tensor:
-        """Return the states [E, H] of mask tokens, whose inputs are all the same and whose positions differ.
+        """Return the states [E, H] of the E mask tokens, whose inputs are all the same and whose positions differ.
 
         Args:
             target_head: The target's embedding.
             masks: The mask tokens.
-            tables: Rotary tables at their positions.
-            context: Each block's keys and values at all slots.
+            tables: Rotary tables, cosines and sines [E, w], at their positions.
+            context: Each transformer block's keys and values [key heads, N, w] at all N slots.
         """
         token = upload(torch.tensor([self.settings.mask_token]), masks.depths.device)
         state = self.mask_state()
@@ -283,6 +283,7 @@ class Peagle(FusedHead):
         )
         inputs = tuple(tensor.expand(len(masks.depths), -1) for tensor in inputs)
         for layer_index, block in enumerate(self.layers):
+            # the first transformer block reads the token too
             if layer_index:
                 inputs = block.inputs(state)
             # a mask token attends to the mask tokens before it after the same slot, by this block's keys and values

@@ -29,7 +29,7 @@ class LookaheadDrafter(Drafter):
     sequence too.
     """
 
-    reads = Reads(choices=1)
+    reads = Reads(choices=1)  # it gets the token that the target chooses after each node of a tree
 
     def __init__(
         self,
@@ -67,11 +67,11 @@ class LookaheadDrafter(Drafter):
 
 
 class LookaheadState:
-    """The sequences of a batch, each with its window and pool."""
+    """The sequences of a batch, each with its window of guesses and its pool of n-grams."""
 
     def __init__(self, drafter: LookaheadDrafter) -> None:
         self.drafter = drafter
-        self.sequences: dict[int, LookaheadSequence] = {}
+        self.sequences: dict[int, LookaheadSequence] = {}  # by row
 
     def admit(self, row: int, noise: Noise | None = None) -> None:
         """Begin a row with a window and a pool; the noise is unused, as it is in the target's choices already."""
@@ -82,7 +82,14 @@ class LookaheadState:
         updates: Mapping[int, Committed],
         budgets: Mapping[int, Budget],
     ) -> dict[int, DraftTree]:
-        """Improve each row's window by the target's choices, and return its guesses and its window as a tree."""
+        """Improve each row's window by the target's choices, and return its guesses and its window as a tree.
+
+        Args:
+            updates: By row, the tokens that the target has committed since the last draft, the new root, and the
+                target's choice after each node of the last tree.
+            budgets: By row, the limits on its tree.
+        """
+        # by row, [N, 1]: the target's best token after each of N nodes
         on_device = {
             row: update.choices for row, update in updates.items() if update.choices is not None
         }
@@ -101,6 +108,7 @@ class LookaheadState:
 
     def fork(self, row: int, other: int) -> None:
         """Copy a row's sequence with its window and pool to a new row."""
+        # the second argument makes the copies share the drafter
         self.sequences[other] = copy.deepcopy(self.sequences[row], {id(self.drafter): self.drafter})
 
     def release(self, row: int) -> None:
@@ -109,26 +117,33 @@ class LookaheadState:
 
 
 class LookaheadSequence:
-    """A sequence's last tokens, its window by columns, and its pool."""
+    """A sequence's last tokens, its window of guesses by columns, and its pool of n-grams."""
 
     def __init__(self, drafter: LookaheadDrafter) -> None:
         self.drafter = drafter
-        self.end: deque[int] = deque(maxlen=drafter.level)
+        self.end: deque[int] = deque(
+            maxlen=drafter.level
+        )  # the last `level` tokens, as many as an n-gram has
+        # the tokens of each column, in the order of the columns' positions in the sequence; the first begins with the
+        # root
         self.columns: deque[list[int]] = deque()
         # first token -> the other tokens of its n-grams, latest last
         self.pool: dict[int, dict[tuple[int, ...], None]] = {}
 
     def advance(self, tree: DraftTree, choices: Sequence[int]) -> None:
-        """Append the target's choice below each column that it read; each full column becomes an n-gram.
+        """Append the target's choice below each column that it read; each full column becomes an n-gram of the pool.
 
-        `choices` [N] are the target's tokens after each node of the tree.
+        Args:
+            tree: The tree of N nodes that the target has read.
+            choices: The target's token after each of its N nodes.
         """
         tokens = tree.tokens.tolist()
         # (parent, token) -> node; the root's parent is -1
         children = {
             edge: node for node, edge in enumerate(zip(tree.parents.tolist(), tokens, strict=True))
         }
-        # the first tokens of the columns are a chain after the root
+        # the first tokens of the columns are a chain after the root: `top` is the node of a column's first token, and
+        # `node` ends at that of its last token
         top: int | None = -1
         for column in self.columns:
             top = children.get((top, column[0]))
@@ -152,9 +167,12 @@ class LookaheadSequence:
         drafter = self.drafter
         if not self.columns:
             # each column starts as a random token of the prompt; there are more columns until they are full
+            # a column starts with one token and is full at `level` - 1; each of the `level` - 2 cycles until then drops
+            # one column
             count = drafter.window + drafter.level - 2
             self.columns.extend([token] for token in random.Random(0).choices(tokens, k=count))
         else:
+            # the sequence has the last root already; this changes the caller's list
             del tokens[0]
             # each column stays at its position in the sequence; those that the sequence has passed come last
             self.columns.rotate(1 - len(tokens))
@@ -166,9 +184,14 @@ class LookaheadSequence:
         self.columns[0][0] = tokens[-1]
 
     def draft(self, budget: Budget) -> DraftTree:
-        """Return a tree of the root's guesses, latest first, and of the window's columns, as far as the budget goes."""
+        """Return a tree of the root's guesses, latest first, and of the window's columns, as far as the budget goes.
+
+        Guesses are the n-grams of the pool that begin with the root. The columns are not likely to be accepted: the
+        target reads them to improve them.
+        """
         # the first tokens of the columns are a chain after the root
         root, *top = [column[0] for column in self.columns]
+        # the tokens of a guess after the root, and how many guesses there is room for
         size = min(self.drafter.level - 1, budget.depth)
         count = min(budget.top_k, budget.nodes // max(size, 1))
         grams = islice(reversed(self.pool.get(root, {})), count)
@@ -186,6 +209,7 @@ class LookaheadSequence:
         tree = DraftTree.from_paths(root, paths)
         # columns that begin alike share nodes, which may then have too many children
         while max(map(len, tree.children())) > budget.top_k:
+            # the last columns are left out
             paths.pop()
             tree = DraftTree.from_paths(root, paths)
         return tree

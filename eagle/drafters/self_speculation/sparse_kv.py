@@ -41,14 +41,17 @@ class SparseKv(Drafter):
             raise ValueError(
                 f"budget and sinks are {budget} and {sinks}, expected 0 <= sinks < budget"
             )
+        # the observed tokens are kept themselves, so that there must be room for others
         if select == "snap" and budget <= OBSERVED:
             raise ValueError(
                 f"budget is {budget}, expected more than {OBSERVED}, the last tokens, which are all held"
             )
-        self.columns = budget
+        self.columns = budget  # the name `budget` is taken by the limits on a draft tree
         self.sinks = sinks
         self.select = select
-        self.views: tuple[Any, ...] = ()  # the target's layers, once it is bound
+        self.views: tuple[
+            Any, ...
+        ] = ()  # one entry, the target's layers (`TargetView`), once it is bound
 
     def bind_target(self, view: Any) -> None:
         """Take the target's layers, for timing; refuse models whose layers cannot attend to a choice of columns."""
@@ -69,27 +72,45 @@ class SparseKv(Drafter):
         self.views = (view,)
 
     def open_with(self, texts: Any) -> SparseState:
-        """Return the state for several sequences, with a separate cache, into which columns of `texts` are copied."""
+        """Return the state for several sequences, with a separate KV cache.
+
+        `texts` are the rows of the target's KV cache, from which columns (keys and values of one token) are copied.
+        """
         if self.select == "snap":
             return SnapState(texts, self.columns)
         return SparseState(texts, self.columns, self.sinks)
 
     def forwards(self, budget: Budget) -> tuple[int, ...]:
-        """Return the rows of each level of the tree after the first."""
+        """Return how many nodes each forward of a draft after the first reads, level by level."""
         return level_rows(budget)
 
     def unread(self, accepted: int, depth: int) -> int:
-        """Return only the root: accepted columns are copied from the target's cache."""
+        """Return how many tokens a draft's first forward reads: 1, the root.
+
+        Keys and values of the tokens before it are copied from the target's cache.
+        """
         return 1
 
     def kept_bytes(self, tokens: int, column: ColumnBytes) -> int:
-        """Return the bytes of the copied columns and a draft's; "snap" may keep a column of every token."""
+        """Return the bytes of the copied columns of a sequence and of a draft's; "snap" may keep all of its columns.
+
+        Args:
+            tokens: The length of the sequence, the tokens of a draft included.
+            column: The bytes that one token takes in the target.
+        """
+        # nodes of a draft that are read, with the root
         drafted = 1 + sum(self.forwards(self.budget or Budget()))
         columns = tokens if self.select == "snap" else min(tokens, self.columns + drafted)
         return with_room(columns) * column.cached
 
     def probe(self, context: int, rows: int, scored: int) -> Callable[[], Tensor] | None:
-        """Return a function to time: a forward of `rows` rows on a sparse cache; None before a target is bound."""
+        """Return a function to time: a forward of `rows` tokens after a sparse cache; None before a target is bound.
+
+        Args:
+            context: How many tokens the sequence has before them; at most the budget of columns is cached.
+            rows: How many tokens the forward reads.
+            scored: How many of them, from the last, get logits.
+        """
         if not self.views:
             return None
         (view,) = self.views
@@ -98,7 +119,9 @@ class SparseKv(Drafter):
         start = min(context, self.columns)
         tokens = torch.ones(1, start + rows, dtype=torch.long)
         positions = torch.arange(start + rows)[None]
+        # fills the cache; its logits are not needed. None: a causal mask
         view.next_logits(tokens[:, :start], positions[:, :start], None, cache, scored=1)
+        # the cache counts these tokens from now on, so that each call below overwrites those of the call before
         cache.length = start
 
         def run() -> Tensor:
@@ -116,8 +139,8 @@ POOLED = 5  # neighbouring columns over which the attention is averaged
 class SparseState:
     """Sequences in a separate KV cache: the first `sinks` tokens and the latest others, `budget` columns in all.
 
-    Committed columns are copied from the target's cache, the latest over the oldest. A draft is written after them and
-    overwritten by the next one.
+    A column has the keys and values of one token in all layers. Committed columns are copied from the target's cache,
+    the latest over the oldest. A draft is written after them and overwritten by the next one.
     """
 
     def __init__(self, target_rows: TargetSequences, budget: int, sinks: int) -> None:
@@ -128,9 +151,12 @@ class SparseState:
         self.ring = budget - sinks  # columns for the latest tokens, used in turn
         self.cache = self.view.new_cache()
         self.rows: list[int] = []  # the row in each cache row; a row gets one at its first draft
+        # by row: the target's sampling noise, which trees are ranked with; None if the target is greedy
         self.noises: dict[int, Noise | None] = {}
-        self.lengths: dict[int, int] = {}  # committed tokens
-        self.copied: dict[int, int] = {}  # how many of them were copied, or left out for good
+        self.lengths: dict[int, int] = {}  # by row: committed tokens, the root not counted
+        self.copied: dict[
+            int, int
+        ] = {}  # by row: how many of them were copied, or left out for good
 
     def admit(self, row: int, noise: Noise | None = None) -> None:
         """Begin a row; its keys and values are copied when it is first asked for."""
@@ -150,6 +176,7 @@ class SparseState:
         if row in self.rows:
             cache_row = self.rows.index(row)
             last = len(self.rows) - 1
+            # the rows in use must stay the first of the cache
             self.cache.clear(cache_row)
             self.cache.swap(cache_row, last)
             self.rows[cache_row] = self.rows[last]
@@ -161,7 +188,12 @@ class SparseState:
         updates: Mapping[int, Committed],
         budgets: Mapping[int, Budget],
     ) -> dict[int, DraftTree]:
-        """Return trees grown from the target's own logits after the copied columns."""
+        """Return trees grown from the target's own logits after the copied columns.
+
+        Args:
+            updates: By row, the tokens that the target has committed since the last draft, and the new root.
+            budgets: By row, the limits on its tree.
+        """
         for row, update in updates.items():
             self.lengths[row] += len(update.tokens)
             if row not in self.rows:
@@ -169,9 +201,11 @@ class SparseState:
         # the target's columns of the accepted tokens overwrite the drafts of the last cycle
         self._copy_committed([row for row in self.rows if row in updates])
         trees: dict[int, DraftTree] = {}
+        # groups of rows that may share a forward
         for group in self.target_rows.groups([*updates]):
             # in the order of this cache, which may differ from the target's
             rows = sorted(group, key=self.rows.index)
+            # the root's position is the sequence's length, and its children have the next one
             requests = [
                 DraftRequest(
                     updates[row].root, self.lengths[row] + 1, budgets[row], self.noises[row]
@@ -182,13 +216,19 @@ class SparseState:
         return trees
 
     def _grow(self, rows: list[int], requests: list[DraftRequest]) -> list[DraftTree]:
-        """Return the trees of rows that share forwards; each root is read first and stays until the next draft."""
+        """Return the trees of rows that share forwards; each root is read first and stays until the next draft.
+
+        Args:
+            rows: The B rows, in the order of their cache rows.
+            requests: The root, position, budget and noise of each row's tree.
+        """
         # sliding windows go by positions, and the columns of a ring are not in their order
         column_positions = self._column_positions(rows) if self.view.has_windows else None
         roots = torch.tensor([[request.root] for request in requests])
         logits = self._read(
             rows, roots, depths=[0], tree_mask=None, column_positions=column_positions
         )[:, 0]
+        # the cache counts the root as read
         for row in rows:
             self.cache.lengths[self.rows.index(row)] += 1
         depths: list[int] = []  # of all nodes that are read after the root, level after level
@@ -200,6 +240,11 @@ class SparseState:
             parents: Tensor,
             tree_mask: Tensor,
         ) -> Tensor:
+            """Return the logits [B, K, V] after the K nodes of one level of B rows' trees (a `RowsLevel`).
+
+            `row_indices` are the rows whose trees still grow. The parents are not needed, as `tree_mask` [B, K, R]
+            marks each node's ancestors.
+            """
             # trees of another budget grow after those before them, from the roots again
             if depth == 1:
                 depths.clear()
@@ -225,11 +270,11 @@ class SparseState:
         tree_mask: Tensor | None,
         column_positions: Tensor | None,
     ) -> Tensor:
-        """Return [B, K, V], the logits after the last K tokens [B, K] of drafts.
+        """Return [B, K, V], the logits after the last K tokens [B, K] of drafts, and add these tokens to the cache.
 
         Args:
-            rows: The rows [B] of the tokens.
-            tokens: The draft tokens.
+            rows: The B rows of the tokens.
+            tokens: [B, K], the draft tokens, or the roots.
             depths: Of all R draft tokens of a row, those that were read before included: how many positions after the
                 root each is.
             tree_mask: [B, K, R], which of the R each of the last K attends to.
@@ -249,31 +294,44 @@ class SparseState:
     # -- which columns are copied -------------------------------------------------------------------------------------
 
     def _copy_committed(self, rows: Sequence[int]) -> None:
-        """Copy the columns that were committed since the last draft, of all rows in one copy per layer."""
+        """Copy the columns that were committed since the last draft, of all rows in one copy per layer.
+
+        A column has the keys and values of one token in all layers.
+        """
+        # by row: its index in this cache, the columns [M] of the target's cache to copy, and where they go [M]
         moves = {}
         # the cache keeps a length for each row in use: new rows begin with 0
         lengths = self.cache.lengths + [0] * len(self.rows)
         self.cache.lengths = lengths[: len(self.rows)]
         for row in rows:
             cache_row = self.rows.index(row)
+            # the first update of a sequence is its prompt
             if not self.copied[row]:
                 self._copy_prompt(row, cache_row)
             positions = self._uncopied_positions(row)
             if len(positions):
                 moves[row] = cache_row, positions, self._columns(row, positions)
             self.copied[row] = self.lengths[row]
+            # so many are in use; a draft is written after them
             self.cache.lengths[cache_row] = self._count_columns(row)
         self.target_rows.copy_columns(self.cache, moves)
 
     def _copy_prompt(self, row: int, cache_row: int) -> None:
-        """Copy the columns of a prompt that are selected once and stay; here none are."""
+        """Copy the columns of a prompt that are selected once and stay; here none are.
+
+        A subclass copies them here, to the row `cache_row` of this cache, and notes in `copied` how many tokens are done.
+        """
 
     def _count_columns(self, row: int) -> int:
-        """Return the number of columns in use for a row."""
+        """Return the number of columns in use for a row, one for each token that is kept: at most the budget."""
         return min(self.lengths[row], self.budget)
 
     def _uncopied_positions(self, row: int) -> Tensor:
-        """Return [M], the positions of committed tokens that must be copied now."""
+        """Return [M], the positions of committed tokens that must be copied now, in ascending order.
+
+        They are those that were not copied yet and are among the first `sinks` tokens, or among the latest ones for
+        which the ring of columns has room.
+        """
         start = self.copied[row]
         end = self.lengths[row]
         sinks = range(start, min(end, self.sinks))
@@ -281,12 +339,16 @@ class SparseState:
         return torch.tensor([*sinks, *latest], dtype=torch.long)
 
     def _columns(self, row: int, positions: Tensor) -> Tensor:
-        """Return [M], the cache column of each position: the sinks in order, the others in a ring after them."""
+        """Return [M], the cache column of each of M positions: the sinks in order, the others in a ring after them."""
+        # a later token overwrites that of `self.ring` positions before it
         ring = self.sinks + (positions - self.sinks) % self.ring
         return torch.where(positions < self.sinks, positions, ring)
 
     def _column_positions(self, rows: Sequence[int]) -> Tensor:
-        """Return [B, S + 1], the position of the token in each column of a row, and after them the root's."""
+        """Return [B, S + 1], the position of the token in each of S columns of B rows, and after them the root's.
+
+        S is the number of columns of the row that has most; what follows the root in other rows is arbitrary.
+        """
         count = max(map(self._count_columns, rows)) + 1
         column_positions = torch.arange(count).repeat(len(rows), 1)
         for row, positions in zip(rows, column_positions, strict=True):
@@ -306,7 +368,7 @@ class SnapState(SparseState):
 
     def __init__(self, target_rows: TargetSequences, budget: int) -> None:
         super().__init__(target_rows, budget, sinks=0)
-        # how many tokens of a prompt are left out: each head chooses others, but as many
+        # by row: how many tokens of a prompt are left out; each key head chooses others, but as many
         self.skipped: dict[int, int] = {}
 
     def release(self, row: int) -> None:
@@ -315,16 +377,31 @@ class SnapState(SparseState):
         self.skipped.pop(row, None)
 
     def _copy_prompt(self, row: int, cache_row: int) -> None:
-        """Copy `budget` columns of a longer prompt: its last ones, and for each head those with the highest scores."""
+        """Copy `budget` columns of a longer prompt: its last ones, and for each head those with the highest scores.
+
+        A shorter prompt is left to `_copy_committed`, which copies all of it.
+
+        Args:
+            row: The row, whose prompt the target has read.
+            cache_row: Its index in this cache.
+        """
         length = self.lengths[row]
         self.skipped[row] = max(length - self.budget, 0)
         if not self.skipped[row]:
             return
         latest = upload(torch.arange(length - OBSERVED, length), self.view.device)
+        # the columns are written from the first one on
         self.cache.set_write_offset([cache_row], [0])
 
         def copy(layer: int, queries: Tensor, keys: Tensor, scale: float) -> None:
-            """Copy a layer's selected columns, when the target's forward comes to its attention."""
+            """Copy a layer's selected columns, when the target's forward comes to its attention.
+
+            Args:
+                layer: The index of the layer.
+                queries: [1, H, N, D], of the last N tokens, in H query heads of width D.
+                keys: [1, X, T, D], of all T tokens, in X key heads.
+                scale: The factor on their product.
+            """
             # [X, budget - OBSERVED]; the last tokens stay, and of the others those that they attend to most
             selected = (
                 score_columns(queries[0], keys[0], scale).topk(self.budget - OBSERVED).indices
@@ -340,28 +417,31 @@ class SnapState(SparseState):
         self.copied[row] = length
 
     def _count_columns(self, row: int) -> int:
+        """Return the number of columns in use for a row: its tokens without those that were left out of the prompt."""
         return self.lengths[row] - self.skipped[row]
 
     def _uncopied_positions(self, row: int) -> Tensor:
+        """Return the positions of all committed tokens that were not copied yet: none after the prompt is left out."""
         return torch.arange(self.copied[row], self.lengths[row])
 
     def _columns(self, row: int, positions: Tensor) -> Tensor:
+        """Return the cache column of each position: that many columns earlier as the prompt has tokens left out."""
         return positions - self.skipped[row]
 
 
 def score_columns(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
-    """Return [X, T - N], how much the last N tokens attend to each token before them.
+    """Return [X, T - N], how much the last N of T tokens attend to each token before them, in each of X key heads.
 
     Probs are summed over queries and the heads that share keys, then averaged over five neighbours, 0 beyond the ends
     (SnapKV).
 
     Args:
-        queries: of the last tokens, [H, N, D].
-        keys: [X, T, D].
-        scale: of their product.
+        queries: of the last N tokens, [H, N, D], in H query heads of width D.
+        keys: of all tokens, [X, T, D].
+        scale: the factor on their product.
     """
-    heads = len(keys)
-    _, count, width = queries.shape
+    heads = len(keys)  # X
+    _, count, width = queries.shape  # H, N, D
     # A = softmax(scale Q K^T); the score of a key is the sum of its column
     scores = (queries.reshape(heads, -1, width) * scale) @ keys.transpose(1, 2)
     scores = scores.view(heads, -1, count, keys.shape[1])  # [X, H / X, N, T]

@@ -70,18 +70,22 @@ class SpireSettings(Section):
 class Spire(TrainableDrafter):
     """The target's last blocks over tokens alone, each of which attends to its own memories.
 
-    A sequence's memories are the target's inputs to these blocks. A drafted token's are learned mixes of its embedding
+    A memory is a hidden state of one token for one block, of which the block makes the token's key and value. A
+    sequence's memories are the target's inputs to these blocks. A drafted token's are learned mixes of its embedding
     and all blocks' outputs, known once it is read: it sees those before it and never its own.
     """
 
-    reads = Reads(weights=True)
-    teacher_taps = (-1,)
+    reads = Reads(weights=True)  # `for_target` gets the target's tensors
+    teacher_taps = (
+        -1,
+    )  # the input of the target's LM head, from which a loss takes the target's probs
     Settings = SpireSettings
     settings: SpireSettings
     layers: Any
 
     def __init__(self, settings: SpireSettings, shape: Any) -> None:
         super().__init__(settings, shape)
+        # the inputs of the target's last layers, one for each block
         self.taps = tuple(range(shape.target_layers - settings.blocks, shape.target_layers))
         count = shape.num_hidden_layers
         self.layers = nn.ModuleList([NormedBlock(shape) for _ in range(count)])
@@ -92,7 +96,7 @@ class Spire(TrainableDrafter):
 
     @classmethod
     def taps_for(cls, settings: SpireSettings, target_config: Any) -> tuple[int, ...]:
-        """Return the taps of the target's inputs to its last `blocks` layers."""
+        """Return the indices of the target's last `blocks` layers, whose inputs the head reads."""
         layers = target_config.num_hidden_layers
         if settings.blocks > layers:
             raise ValueError(
@@ -109,7 +113,16 @@ class Spire(TrainableDrafter):
         supervised: Iterable[Tensor] | None = None,
         weights: Weights | None = None,
     ) -> Spire:
-        """Return a head with the target's last blocks and final norm; random ones without `weights`."""
+        """Return a head with the target's last blocks and final norm; random ones without `weights`.
+
+        Args:
+            settings: The head's settings.
+            target_config: The target's transformers config.
+            target_head: Not used: the LM head is borrowed without a copy.
+            supervised: Not used: the head drafts all tokens.
+            weights: Returns a tensor of the target by its name.
+        """
+        # called for its refusal of too many blocks
         cls.taps_for(settings, target_config)
         layers = target_config.num_hidden_layers
         head = cls(
@@ -122,7 +135,7 @@ class Spire(TrainableDrafter):
 
     @property
     def network(self) -> dict[str, Any]:
-        """The network: the blocks it was copied from, and their window."""
+        """What decides the meaning of its weights: the target's layers it was copied from, and their window."""
         window = self.settings.window
         return {
             "network": "spire",
@@ -131,14 +144,19 @@ class Spire(TrainableDrafter):
         }
 
     def mix_states(self, states: Tensor) -> Tensor:
-        """Return [.., n, H], the memories of tokens with these embeddings and outputs [.., 1 + n, H]."""
+        """Return [.., n, H], the memories of drafted tokens: for each of n blocks the state that it makes a key of.
+
+        `states` [.., 1 + n, H] are each token's embedding and its output of every block.
+        """
         # m_b = sum_l softmax(w_b)_l s_l (feedback memory)
         return torch.einsum("ml,...lh->...mh", self.mix.softmax(-1), states).to(states.dtype)
 
     def project_memories(self, memories: Tensor, tables: Pair) -> list[Pair]:
-        """Return each block's keys and values [k, N, w] of its memories [N, n, H].
+        """Return the keys and values [k, N, w] that each of n blocks makes of its memories of N tokens.
 
-        `tables` are the cosines and sines [N, w] of rotary embedding at the positions of the memories.
+        Args:
+            memories: [N, n, H], a state of each token for each block.
+            tables: The cosines and sines [N, w] of rotary embedding at the positions of the tokens.
         """
         pairs = []
         for block, memory in zip(self.layers, memories.unbind(-2), strict=True):
@@ -150,10 +168,13 @@ class Spire(TrainableDrafter):
     def forward(self, batch: Batch, target_head: TargetHead) -> dict[str, Tensor]:
         """Return the loss: cross-entropy from the target's probs, blended with 1 - overlap, summed over the passes.
 
-        Pass s, counted from 1, runs level s of all drafts: it predicts the token s + 1 positions after a slot.
+        Pass s, counted from 1, runs level s of all drafts: it predicts the token s + 1 positions after a slot. There is
+        a draft at each of S slots.
         """
         settings = self.settings
+        # where attention is computed, and the weight of each slot in each pass [passes, S]
         spans, weights = self.training_slots(batch, batch.tokens.device)
+        # [S], and [S, H] for each pass
         slot_indices, states = self.unroll(batch, target_head, spans, settings.steps)
         target_hidden = batch.select_taps((-1,))[:, 0]
         objective = Objective("hybrid", blend=settings.cross_entropy)
@@ -162,6 +183,7 @@ class Spire(TrainableDrafter):
             # Slot i predicts token i + step + 1, which the target predicts from its state at i + step. A slot without
             # weight in this pass takes the target's state of the first pass, as that of this pass may not be stored.
             teacher = target_hidden.index_select(0, slot_indices + torch.where(weight > 0, step, 1))
+            # one step in each call
             loss, _ = distillation_loss(
                 state[None],
                 teacher,
@@ -188,15 +210,18 @@ class Spire(TrainableDrafter):
         settings = self.settings
         # slot i predicts token i + 2 first
         masks = [mask[2:] for mask in batch.masks]
+        # all supervised tokens, by which weights are divided; at least 1, as a batch may have none
         supervised = max(sum(int(mask.sum()) for mask in masks), 1)
-        offsets = []
-        weights = []
+        offsets = []  # of each sequence: its first slot that is considered
+        weights = []  # of each sequence: [passes, its trained slots]
         for mask, seed in zip(masks, batch.seeds, strict=True):
             marked = mask.nonzero()[:, 0]
             generator = torch.Generator().manual_seed(seed)
             sampled = torch.randint(max(len(marked), 1), (1,), generator=generator)
+            # a sequence without supervised slots trains none, whatever its offset
             offset = int(marked[sampled]) % settings.stride if len(marked) else 0
             slots = marked[marked % settings.stride == offset]
+            # whether all tokens up to the one predicted in a pass are supervised
             reached = reached_levels(mask, slots, settings.steps).T
             offsets.append(offset)
             # each trained slot also counts for those that the stride leaves out
@@ -215,11 +240,18 @@ class Spire(TrainableDrafter):
         """Run the passes of training at the slots of `spans`, and return the states that predict the next tokens.
 
         Slot i sees the target's states of tokens up to i. In pass s, from 0 on, it reads token i + 1 + s, sees its own
-        memories of the passes before, and predicts the next token.
+        memories of the passes before (mixed states of the tokens that it read there), and predicts the next token.
+
+        Args:
+            batch: The sequences, with the target's states.
+            target_head: The target's embedding.
+            spans: The S slots from which drafts continue, with the head's window.
+            steps: The number of passes.
 
         Returns:
             The index [S] of each slot among all tokens, and the states [S, H] of each pass, normed for the LM head.
         """
+        # [N] each for the N slots of all sequences: the index among all tokens, and the position in the sequence
         slots, positions, _ = sequence_positions(batch, batch.tokens.device)
         features = batch.select_taps(self.taps).index_select(0, slots).to(self.mix.dtype)
         tables_at = position_tables(self.rotary, features, max(batch.lengths, default=0) + steps)
@@ -230,12 +262,14 @@ class Spire(TrainableDrafter):
         ]
         slot_indices = slots.index_select(0, spans.rows)
         positions = positions.index_select(0, spans.rows)
-        # keys and values of the passes so far, by block
+        # by block and pass so far: keys and values [k, S, w] of the memories
         memory_pairs: list[list[Pair]] = [[] for _ in self.layers]
         pass_states: list[Tensor] = []
+        # a step is the pass counted from 1: the distance from a slot to the token that it reads
         for step in range(1, steps + 1):
             tables = tables_at(positions + step)
             following = batch.places_behind(slot_indices, step)
+            # [S, H] each: the embedding, then every block's output
             states = [target_head.embed(batch.tokens.index_select(0, following)).to(features.dtype)]
             for block, pair, drafted in zip(self.layers, context, memory_pairs, strict=True):
                 inputs = block.inputs(states[-1])
@@ -248,6 +282,7 @@ class Spire(TrainableDrafter):
                 break
             # the memories of a pass mix the outputs of all its blocks, so only later passes can see them
             memories = self.mix_states(torch.stack(states, dim=-2))
+            # adds this pass to each block's list, in place
             for pairs, pair in zip(
                 memory_pairs, self.project_memories(memories, tables), strict=True
             ):
@@ -263,8 +298,13 @@ class Spire(TrainableDrafter):
         target_head: TargetHead,
         trees: dict[str, Paths],
     ) -> dict[str, Tensor]:
-        """Return validation sums: how far each tree would be accepted, and the agreement with the target's probs."""
+        """Return sums over the batch: how far each tree would be accepted, and the agreement with the target's probs.
+
+        `trees` are fixed tree shapes by name, each a tuple of paths from the root.
+        """
+        # the depth of the deepest tree
         steps = max(len(path) for paths in trees.values() for path in paths)
+        # of each level: the LM head's inputs, and the function from these to logits
         states, students = zip(*self.draft_levels(batch, target_head, steps), strict=True)
         return validate_batch(batch, states, (students, target_head.logits), trees)
 
@@ -274,7 +314,8 @@ class Spire(TrainableDrafter):
         target_head: TargetHead,
         levels: int,
     ) -> list[tuple[Tensor, Callable[[Tensor], Tensor]]]:
-        """Return each level's states [S, H], and the target's LM head."""
+        """Return each level's states [S, H] at the S supervised slots, and the `logits` of the target's LM head."""
+        # of the slots' indices, positions and spans only the last
         _, _, spans = sequence_positions(batch, batch.tokens.device)
         # the spans of all supervised slots, which were made without the window
         _, states = self.unroll(
@@ -289,17 +330,23 @@ class Spire(TrainableDrafter):
         return MemoryState(self, self.settings.window)
 
     def keys_values(self, memories: Tensor, tables: Pair) -> Tensor:
-        """Return [N, n, 2, k, w], the keys and values of `project_memories` in one tensor with a row for each token."""
+        """Return the keys and values of N tokens in one tensor [N, n, 2, k, w], for n blocks with k key heads of width w.
+
+        Args:
+            memories: [N, n, H], the state of each token of which each block makes its key and value.
+            tables: The cosines and sines [N, w] at the positions of the tokens.
+        """
         pairs = [torch.stack(pair) for pair in self.project_memories(memories, tables)]
         # [n, 2, k, N, w] -> [N, n, 2, k, w]
         return torch.stack(pairs).permute(3, 0, 1, 2, 4)
 
     def read_level(self, tokens: Tensor, memory: Tensor, tables: Pair, mask: Tensor) -> Tensor:
-        """Return [B, T, 1 + n, H], the embedding of each token and the output of each block there.
+        """Return [B, T, 1 + n, H], the embedding of each of T tokens of B rows, and the output of each of n blocks there.
 
         Args:
             tokens: [B, T].
-            memory: [B, C, n, 2, k, w], the keys and values that they may attend to.
+            memory: [B, C, n, 2, k, w], C columns of keys and values that they may attend to, in k key heads of width w.
+                A token's own are not among them.
             tables: Cosines and sines at their positions.
             mask: [B, 1, groups * T, C], added to the scores; `groups` query heads share a key.
         """
@@ -320,31 +367,41 @@ class Spire(TrainableDrafter):
         return torch.stack(states, dim=2)
 
     def logits(self, states: Tensor) -> Tensor:
-        """Return logits [.., V] by the final norm and the target's LM head, of the last of states [.., 1 + n, H]."""
+        """Return the logits [.., V] of tokens by the final norm and the target's LM head.
+
+        Of `states` [.., 1 + n, H], the embedding and the outputs of n blocks, they read the last block's output.
+        """
         return self.target_head.logits(self.norm(states[..., -1, :]))
 
     def forwards(self, budget: Budget) -> tuple[int, ...]:
-        """Return the rows of each level of the tree after the first."""
+        """Return how many nodes each forward of a draft after the first reads, level by level."""
         return level_rows(budget)
 
     def unread(self, accepted: int, depth: int) -> int:
-        """Return only the root: accepted tokens pass through no block."""
+        """Return how many tokens a draft's first forward reads: 1, the root.
+
+        Accepted tokens pass through no block, as their keys and values are made of the target's states.
+        """
         return 1
 
     def kept_bytes(self, tokens: int, column: ColumnBytes) -> int:
-        """Return the bytes of every block's memories of a sequence, or of the tokens that its window shows."""
+        """Return the bytes of every block's keys and values of a sequence, or of the tokens that its window shows.
+
+        The sequence has `tokens` tokens. `column`, the bytes of a token in the target, does not count.
+        """
         shape = self.shape
         # bytes of one token's key and value in a block
         width = 2 * shape.num_key_value_heads * shape.head_dim * self.mix.element_size()
         return int(self._visible(tokens) * len(self.layers) * width)
 
     def _visible(self, tokens: int) -> int:
-        """Return of how many of a sequence's tokens memories are kept."""
+        """Return of how many of a sequence's `tokens` tokens keys and values are kept: all, or those in the window."""
         window = self.settings.window
         return tokens if window is None else min(tokens, window.sinks + window.recent)
 
     def probe(self, context: int, rows: int, scored: int) -> Callable[[], Tensor]:
         """Return a function to time: a level of `rows` nodes after `context` tokens, the last `scored` with logits."""
+        # arbitrary values of the right shapes: the time does not depend on them
         weight = self.layers[0].mlp.up_proj.weight
         visible = self._visible(context)
         tokens = torch.ones(1, rows, dtype=torch.long, device=weight.device)
@@ -363,14 +420,18 @@ class Spire(TrainableDrafter):
 
 
 class MemoryState:
-    """The memory [C, n, 2, k, w] of each sequence: keys and values of its tokens, or of those that the window shows."""
+    """The memory [C, n, 2, k, w] of each sequence: keys and values of its tokens, or of those that the window shows.
+
+    It is a KV cache with C columns, one for each token, for n blocks with k key heads of width w.
+    """
 
     def __init__(self, head: Any, window: Window | None) -> None:
         self.head = head
         self.window = window
+        # by row: the target's sampling noise, which trees are ranked with; None if the target is greedy
         self.noises: dict[int, Noise | None] = {}
-        self.lengths: dict[int, int] = {}  # committed tokens
-        self.memory: dict[int, Tensor] = {}
+        self.lengths: dict[int, int] = {}  # by row: committed tokens, the root not counted
+        self.memory: dict[int, Tensor] = {}  # by row, from its first draft on
 
     def admit(self, row: int, noise: Noise | None = None) -> None:
         """Begin a row."""
@@ -381,6 +442,7 @@ class MemoryState:
         """Copy a row to the new row `other`; both share the memory so far, which is never changed in place."""
         self.noises[other] = self.noises[row]
         self.lengths[other] = self.lengths[row]
+        # a row that has not drafted has no memory yet
         if row in self.memory:
             self.memory[other] = self.memory[row]
 
@@ -395,8 +457,15 @@ class MemoryState:
         updates: Mapping[int, Committed],
         budgets: Mapping[int, Budget],
     ) -> dict[int, DraftTree]:
-        """Add the committed tokens to the memory of each row, and return trees grown after the roots."""
+        """Add the committed tokens to the memory of each row, and return trees grown after the roots.
+
+        Args:
+            updates: By row, the tokens that the target has committed since the last draft, with its states, and the
+                new root.
+            budgets: By row, the limits on its tree.
+        """
         self._commit(updates)
+        # the root's position is the sequence's length, and its children have the next one
         requests = [
             DraftRequest(update.root, self.lengths[row] + 1, budgets[row], self.noises[row])
             for row, update in updates.items()
@@ -406,11 +475,14 @@ class MemoryState:
         return dict(zip(updates, grow_rows(requests, levels.first_logits, levels), strict=True))
 
     def _commit(self, updates: Mapping[int, Committed]) -> None:
-        """Add the target's states of the committed tokens to the memory."""
+        """Add the committed tokens of each row to its memory: keys and values made of the target's states.
+
+        It replaces `self.memory` of these rows, cut to the window, and counts the tokens in `self.lengths`.
+        """
         head = self.head
-        counts = []
-        features = []
-        positions = []
+        counts = []  # of each row: its new tokens
+        features = []  # [T, n, H]: of each of T new tokens the target's inputs to n layers
+        positions = []  # of each row: those of its new tokens
         for row, update in updates.items():
             assert update.features is not None
             counts.append(len(update.tokens))
@@ -418,6 +490,7 @@ class MemoryState:
             positions.append(torch.arange(counts[-1]) + self.lengths[row])
         # [N, n, H]: memories of committed tokens are the target's own inputs to the blocks
         memories = torch.cat(features).to(head.mix.device, head.mix.dtype)
+        # by row: keys and values [T, n, 2, k, w]
         new = head.keys_values(memories, _tables_of(head.rotary, memories, positions)).split(counts)
         for row, chunk, count in zip(updates, new, counts, strict=True):
             memory = torch.cat([self.memory[row], chunk]) if row in self.memory else chunk
@@ -432,12 +505,19 @@ class MemoryState:
         return torch.cat([memory[: window.sinks], memory[-window.recent :]])
 
     def positions(self, row: int) -> Tensor:
-        """Return [C], the position of the token in each memory column of a row."""
+        """Return [C], the position of the token in each of the C columns of a row's memory."""
+        # the window keeps the same columns of the positions as of the memory
         return self._trim(torch.arange(self.lengths[row]))
 
 
 def _tables_of(rotary: Rotary, like: Tensor, positions: Sequence[Tensor]) -> Pair:
-    """Return [N, w] each, the cosines and sines at these positions of several sequences, one after the other."""
+    """Return the cosines and sines [N, w] at these positions of several sequences, one after the other.
+
+    Args:
+        rotary: The rotary embedding of the head.
+        like: A tensor with the tables' dtype and device.
+        positions: Of each sequence, the positions of its tokens; N in all.
+    """
     # kinds whose frequencies depend on the longest sequence must see each sequence alone
     groups = positions if rotary.rope_type in FOLLOW_LENGTH else [torch.cat(list(positions))]
     tables = [rotary_tables(rotary, like, upload(group, like.device)[None]) for group in groups]
@@ -448,15 +528,23 @@ def _tables_of(rotary: Rotary, like: Tensor, positions: Sequence[Tensor]) -> Pai
 class _MemoryLevels(FollowsRows):
     """Reads a batch's drafts level by level, with the memories of drafted nodes appended to those of the sequences.
 
-    `grow_rows` calls it for each level.
+    A memory is a key and a value of a token in every block. Tree growth (`grow_rows`) calls this object for each level.
     """
 
     def __init__(self, state: MemoryState, rows: list[int], roots: list[int]) -> None:
+        """Read the roots of B drafts.
+
+        Args:
+            state: The memories of the sequences.
+            rows: The B rows of the decoding batch; from here on a row is an index in this list.
+            roots: The root of each row.
+        """
         self.head = state.head
         self.window = state.window
         memory = pad_rows([state.memory[row] for row in rows])  # [B, C, n, 2, k, w]
         positions = pad_rows([state.positions(row) for row in rows])  # [B, C]
-        counts = torch.tensor([len(state.memory[row]) for row in rows])[:, None]
+        counts = torch.tensor([len(state.memory[row]) for row in rows])[:, None]  # [B, 1], columns
+        # [B, 1], the tokens of each sequence, which is the root's position
         lengths = torch.tensor([state.lengths[row] for row in rows])[:, None]
         device = memory.device
         # an additive mask [B, C] that hides the columns that pad shorter sequences
@@ -464,9 +552,10 @@ class _MemoryLevels(FollowsRows):
         if counts.min() < counts.max():
             is_after = torch.arange(memory.shape[1], device=device) >= upload(counts, device)
             committed_mask.masked_fill_(is_after, torch.finfo(memory.dtype).min)
-        # the tensors before any level, to which drafts of another budget return
+        # the tensors before any level, to which drafts of another budget return: the memories, the mask of their
+        # columns, the columns' positions, and the lengths of the sequences
         self.at_roots = memory, committed_mask, upload(positions, device), upload(lengths, device)
-        self._restart()
+        self._restart()  # sets the attributes of these tensors
         tokens = upload(torch.tensor(roots)[:, None], device)
         no_ancestors = torch.zeros(len(rows), 1, 0, dtype=torch.bool, device=device)
         # [B, 1, 1 + n, H] and [B, V], after the roots
@@ -474,9 +563,9 @@ class _MemoryLevels(FollowsRows):
         self.first_logits = self.head.logits(self.states)[:, 0]
 
     def _restart(self) -> None:
-        """Return to the roots of all rows, before any level was read."""
+        """Set the tensors of this object to those of all rows after the committed tokens, before any level was read."""
         self.rows = list(range(len(self.at_roots[0])))
-        # the number of nodes of each level whose memories were appended
+        # the number of nodes of each level whose memories were appended, the root's level first
         self.widths: list[int] = []
         self.memory, self.committed_mask, self.positions, self.lengths = self.at_roots
 
@@ -488,11 +577,11 @@ class _MemoryLevels(FollowsRows):
         parents: Tensor,
         tree_mask: Tensor,
     ) -> Tensor:
-        """Return [B, K, V], the logits after the nodes [B, K] of one level of these rows.
+        """Return [B, K, V], the logits after the K nodes of one level of each of B rows' trees.
 
         Args:
             depth: The level, 1 for the root's children.
-            rows: Those of the batch whose trees still grow.
+            rows: The B rows of the batch whose trees still grow.
             tokens: [B, K], of the level's nodes.
             parents: Not needed, as the tree mask says what a node sees.
             tree_mask: [B, K, N], the nodes read so far without the root, this level's K last: true at a node's
@@ -507,6 +596,7 @@ class _MemoryLevels(FollowsRows):
             rows, self.states, self.memory, self.committed_mask, self.positions, self.lengths
         )
         self.states, self.memory, self.committed_mask, self.positions, self.lengths = tensors
+        # those of the level above, whose states are known now
         self._append_memories(depth - 1)
         # [B, K, R], the root and the nodes of the levels above. The columns of this level are cut off: memories mix the
         # outputs of all blocks, so those of its own nodes are not known yet.
@@ -521,9 +611,10 @@ class _MemoryLevels(FollowsRows):
         return self.head.logits(self.states)
 
     def _append_memories(self, depth: int) -> None:
-        """Append the memories of a level's nodes, as keys and values, to those of the sequence and the levels before.
+        """Append the keys and values of the nodes that were read last to those of the sequence and the levels before.
 
-        The nodes of later levels attend to them.
+        The nodes of later levels attend to them. `depth` is that of the nodes. With K nodes in each of B trees there are
+        K columns more in `self.memory`.
         """
         head = self.head
         count = self.states.shape[1]  # K of [B, K, 1 + n, H]
@@ -535,14 +626,18 @@ class _MemoryLevels(FollowsRows):
         self.widths.append(count)
 
     def _read(self, depth: int, tokens: Tensor, ancestors: Tensor) -> Tensor:
-        """Return the states [B, K, 1 + n, H] of the K nodes of a level.
+        """Return the states [B, K, 1 + n, H] of the K nodes of a level: embeddings, and the outputs of n blocks.
 
-        `ancestors` [B, K, R] marks the draft nodes in the memory that each of them attends to.
+        Args:
+            depth: The depth of the nodes, 0 for the roots.
+            tokens: [B, K], of the nodes.
+            ancestors: [B, K, R], which of the R draft nodes in the memory each of them attends to.
         """
         committed_mask = self.committed_mask
         if self.window and depth:
             # the drafted tokens take their part of the window's latest tokens
-            is_old = self.window.hides(self.positions, self.lengths - 1, 0, depth)
+            # positions count from the sequence's first token, 0; the last committed one is at `lengths` - 1
+            is_old = self.window.hides(self.positions, row=self.lengths - 1, begin=0, drafted=depth)
             committed_mask = committed_mask.masked_fill(
                 is_old, torch.finfo(committed_mask.dtype).min
             )
@@ -551,5 +646,5 @@ class _MemoryLevels(FollowsRows):
         return states
 
     def _tables(self, depth: int) -> Pair:
-        """Return [B, 1, w] each, cosines and sines at the positions of a level."""
+        """Return the cosines and sines [B, 1, w] at the position that a level's nodes have in each of B rows."""
         return rotary_tables(self.head.rotary, self.memory, self.lengths + depth)
