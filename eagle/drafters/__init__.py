@@ -63,6 +63,8 @@ DRAFTERS = Methods(
 def settings_of(section: dict[str, Any], source: str) -> Any:
     """Return the settings of a recipe's drafter section, checked by the method that it names; this may run its code.
 
+    They are an instance of the method's class `Settings`.
+
     Args:
         section: The section. A `kind` such as PATH.py:CLASS becomes the method's own name.
         source: Where it is from, for a refusal.
@@ -76,7 +78,14 @@ def settings_of(section: dict[str, Any], source: str) -> Any:
 
 
 def stored_settings(section: dict[str, Any], source: str) -> Any:
-    """Return the settings in a head's config, whose method `DRAFTERS.admit` has registered: no code is run."""
+    """Return the settings in a head's config, whose method `DRAFTERS.admit` has registered: no code is run.
+
+    They are an instance of the method's class `Settings`.
+
+    Args:
+        section: The head's settings as its config has them, with the method's name as `kind`.
+        source: Where they are from, for a refusal.
+    """
     kind = section.get("kind")
     # unlike `find`, `get` runs no code
     method = DRAFTERS.get(kind) if isinstance(kind, str) else None
@@ -93,6 +102,7 @@ def _parse_settings(method: type[Any] | None, section: dict[str, Any], source: s
     """
     kind = section.get("kind")
     if method is None or not issubclass(method, TrainableDrafter):
+        # what the refusal advises
         names = [
             name
             for name, registered in DRAFTERS.items()

@@ -73,13 +73,17 @@ class DraftModelSettings(BaseModel):
 class DraftModel(TrainableDrafter):
     """A language model with its own cache that reads the committed tokens and drafts a tree after them."""
 
-    teacher_taps = (-1,)
-    stored_as = "files"
+    teacher_taps = (
+        -1,
+    )  # the input of the target's LM head, from which a loss takes the target's probs
+    stored_as = "files"  # it is loaded by `load`, not as a head of another model
     Settings = DraftModelSettings
     settings: DraftModelSettings
-    as_target: tuple[Target, ...] = ()  # the model as a target, which reads trees, once it is bound
+    # one entry, the model as a target, which reads trees, once it is bound
+    as_target: tuple[Target, ...] = ()
 
     def __init__(self, settings: DraftModelSettings, shape: HeadShape, model: Any = None) -> None:
+        """Take a transformers model with the config `shape`, or make one with fresh weights."""
         super().__init__(settings, shape)
         self.model = (
             AutoModelForCausalLM.from_config(shape, dtype=torch.float32) if model is None else model
@@ -93,7 +97,11 @@ class DraftModel(TrainableDrafter):
         target_head: TargetHead | None = None,
         supervised: Iterable[Tensor] | None = None,
     ) -> DraftModel:
-        """Return a model to train: a new one with the target's vocabulary, or the one that `settings.model` names."""
+        """Return a model to train: a new one with the target's vocabulary, or the one that `settings.model` names.
+
+        A named model is refused if its tokens are not the target's, or its logits no plain product with its LM head.
+        `target_head` and `supervised` are not used: nothing is copied, and all tokens are drafted.
+        """
         if settings.model is None:
             return cls(settings, _fresh_config(target_config, settings))
         model = load_model(settings.model, torch.float32)
@@ -101,12 +109,14 @@ class DraftModel(TrainableDrafter):
         tokenizer = tokenizer_of(settings.model)
         target_tokenizer = tokenizer_of(target_config._name_or_path)
         size = model.config.get_text_config().vocab_size
+        # both checks refuse
         check_vocabulary(tokenizer, target_tokenizer, size, target_config.vocab_size)
         return cls(settings, model.config, model)
 
     @classmethod
     def load(cls, folder: str | Path, target: Target) -> DraftModel:
         """Return any causal language model as a drafter for a target, in the target's dtype and on its device."""
+        # loaded as a target is, since it reads trees in the same way
         small = Target.load(folder, dtype=target.model.dtype, device=str(target.device))
         check_vocabulary(small.tokenizer, target.tokenizer, small.vocab_size, target.vocab_size)
         settings = DraftModelSettings(layers=small.config.num_hidden_layers)
@@ -120,9 +130,13 @@ class DraftModel(TrainableDrafter):
     # -- training -----------------------------------------------------------------------------------------------------
 
     def forward(self, batch: Batch, target_head: TargetHead) -> dict[str, Tensor]:
-        """Return the distillation loss, or the cross-entropy of the data's tokens: a mean over supervised tokens.
+        """Return the distillation loss, or the cross-entropy of the data's tokens: a mean over S supervised tokens.
 
-        `target_head` has the target's LM head, whose distribution is the teacher.
+        It is "total", and the same number under the name of the divergence is logged.
+
+        Args:
+            batch: The sequences, with the target's states.
+            target_head: Has the target's LM head, whose distribution is the teacher.
         """
         output = self.model.get_output_embeddings()
         if getattr(output, "bias", None) is not None or getattr(self.shape, "logit_scale", None):
@@ -133,6 +147,7 @@ class DraftModel(TrainableDrafter):
         head = OwnHead(output.weight[: target_head.weight.shape[0]])
         # [S], the index of the token before each supervised one, whose state predicts it
         before = upload(batch.loss_mask.nonzero()[:, 0] - 1, batch.tokens.device)
+        # [S, H], and the teacher's tokens [S] or states [S, D]
         student = self._states(batch).index_select(0, before)
         divergence = self.settings.divergence
         if divergence == "tokens":
@@ -140,8 +155,9 @@ class DraftModel(TrainableDrafter):
             teacher_head = None
         else:
             teacher = batch.select_taps((-1,))[:, 0].index_select(0, before)
+            # the target's LM head with as many rows as the draft model's
             teacher_head = target_head.narrow(slice(len(head.weight)))
-        # each supervised token counts alike: the sum is their mean
+        # each supervised token counts alike: the sum is their mean; a batch without any has no row to weigh
         weights = torch.full((1, len(before)), 1 / max(len(before), 1), device=student.device)
         total, _ = distillation_loss(
             student[None],
@@ -154,7 +170,10 @@ class DraftModel(TrainableDrafter):
         return {"total": total, divergence: total.detach()}
 
     def _states(self, batch: Batch) -> Tensor:
-        """Return the LM head's input [N, H] at every token: a loss needs logits at few of them."""
+        """Return the input [N, H] of the draft model's LM head at all N tokens of a batch.
+
+        No logits are made here, as a loss needs them at few tokens.
+        """
         # padded on the right: attention is causal, so that no mask is needed
         tokens = pad_sequence(list(batch.tokens.split(batch.lengths)), batch_first=True)
         base = base_of(self.model)
@@ -163,7 +182,8 @@ class DraftModel(TrainableDrafter):
         output = base(
             input_ids=self.clip_to_vocab(tokens), use_cache=False, **{cache_name_of(base): cache}
         )
-        states = output.last_hidden_state  # [B, T, H]
+        states = output.last_hidden_state  # [B, T, H], for B sequences padded to T tokens
+        # the sequences one after the other again, without padding
         return torch.cat([row[:length] for row, length in zip(states, batch.lengths, strict=True)])
 
     def clip_to_vocab(self, tokens: Tensor) -> Tensor:
@@ -174,17 +194,26 @@ class DraftModel(TrainableDrafter):
     def validate(
         self, batch: Batch, target_head: TargetHead, trees: dict[str, Paths]
     ) -> dict[str, Tensor]:
-        """Return validation sums: tokens that each tree would have kept, and agreement with the target's probs."""
+        """Return sums over a batch: tokens that each tree would have kept, and agreement with the target's probs.
+
+        Args:
+            batch: The sequences, with the target's states.
+            target_head: The target's LM head.
+            trees: Fixed tree shapes by name, each a tuple of paths from the root.
+        """
         output = self.model.get_output_embeddings()
         size = target_head.weight.shape[0]
 
         # logits over the target's vocabulary: tokens that the model lacks get minus infinity
         def student(state: Tensor) -> Tensor:
+            """Return the draft model's logits [.., V] over the target's V tokens, from its states [.., H]."""
             logits = output(state.to(output.weight.dtype))[..., :size]
             return F.pad(logits, (0, size - logits.shape[-1]), value=-torch.inf)
 
         states = self._states(batch)
+        # [S], the index of the token before each supervised one
         before = (batch.loss_mask.nonzero()[:, 0] - 1).to(batch.tokens.device)
+        # the levels of the deepest tree
         steps = max(max(map(len, paths)) for paths in trees.values())
         # the state of level d is that of d tokens later; an index beyond the end of a sequence has no weight
         level_states = [states[(before + step).clamp(max=len(states) - 1)] for step in range(steps)]
@@ -193,8 +222,12 @@ class DraftModel(TrainableDrafter):
     # -- drafting -----------------------------------------------------------------------------------------------------
 
     def bind(self, target_head: TargetHead) -> DraftModel:
-        """Make the model read draft trees, as a target does; its weights are not trained from here on."""
+        """Make the model read draft trees, as a target does; its weights are not trained from here on.
+
+        Of `target_head` it takes the size of the target's vocabulary.
+        """
         model = Target(self.model)
+        # refuses a model that cannot read trees
         model.reader.check()
         self.as_target = (model,)
         self.target_vocab_size = target_head.weight.shape[0]
@@ -205,19 +238,33 @@ class DraftModel(TrainableDrafter):
         return ModelState(self.as_target[0], self.target_vocab_size, self.clip_to_vocab)
 
     def forwards(self, budget: Budget) -> tuple[int, ...]:
-        """Return the rows of each level of the tree after the first."""
+        """Return how many nodes each forward of a draft after the first reads, level by level."""
         return level_rows(budget)
 
     def unread(self, accepted: int, depth: int) -> int:
-        """Return the rows to read: the root, and an accepted node of the last level; others were read when drafting."""
+        """Return how many tokens the next draft's first forward reads: the root, and an accepted node of the last level.
+
+        Accepted nodes of other levels were read when they were drafted; those of the last level are not.
+
+        Args:
+            accepted: How many draft tokens of the last tree were accepted.
+            depth: The levels of that tree.
+        """
+        # a node of the last level is accepted if as many tokens as levels are
         return 1 + (accepted == depth > 0)
 
     def kept_bytes(self, tokens: int, column: ColumnBytes) -> int:
-        """Return the bytes of the model's own cache."""
+        """Return the bytes of the model's own KV cache for a sequence of `tokens` tokens.
+
+        `column`, the bytes of a token in the target, does not count.
+        """
         return self.as_target[0].cache_bytes(with_room(tokens))
 
     def probe(self, context: int, rows: int, scored: int) -> Callable[[], Tensor]:
-        """Return a function to time: a forward of `rows` rows after `context` tokens, the last `scored` with logits."""
+        """Return a function to time: a forward of `rows` tokens after `context` cached ones.
+
+        The last `scored` of them get logits. Each call overwrites the tokens of the call before.
+        """
         (model,) = self.as_target
         reader = model.reader
         reader.check()
@@ -266,7 +313,7 @@ def check_matrix(model: Any) -> None:
 
     The chunked loss computes logits by that product, which scales or caps would change.
     """
-    # four tokens show it
+    # four tokens show it; a very small vocabulary has fewer different ones
     tokens = torch.arange(1, 5)[None] % model.get_input_embeddings().weight.shape[0]
     was_training = model.training
     model.eval()
@@ -282,7 +329,7 @@ def check_matrix(model: Any) -> None:
 
 
 def check_vocabulary(tokenizer: Any, target_tokenizer: Any, size: int, target_size: int) -> None:
-    """Refuse a model whose tokens have other ids than the target's.
+    """Refuse a draft model whose tokens have other ids than the target's: its drafts would mean other words.
 
     Args:
         tokenizer: The draft model's, or None.
@@ -297,6 +344,7 @@ def check_vocabulary(tokenizer: Any, target_tokenizer: Any, size: int, target_si
                 "knows whether they mean the same: save the tokenizers beside the models"
             )
         return
+    # word -> token id
     ids = tokenizer.get_vocab()
     target_ids = target_tokenizer.get_vocab()
     differ = sorted(
@@ -323,13 +371,22 @@ class ModelState:
     def __init__(
         self, model: Target, target_vocab_size: int, clip_to_vocab: Callable[[Tensor], Tensor]
     ) -> None:
+        """Begin without rows.
+
+        Args:
+            model: The draft model as a target, which reads trees.
+            target_vocab_size: The number of the target's tokens, over which trees are grown.
+            clip_to_vocab: Clips tokens to those that the draft model has.
+        """
         self.model = model
         self.target_vocab_size = target_vocab_size
         self.clip_to_vocab = clip_to_vocab
         self.state = model.open()
+        # by row: the target's sampling noise, which trees are ranked with; None if the target is greedy
         self.noises: dict[int, Noise | None] = {}
-        self.confirmed: dict[int, int] = {}  # tokens, the root not counted
-        # of the last draft: the tokens of each level, and their parents in the level above
+        self.confirmed: dict[int, int] = {}  # by row: committed tokens, the root not counted
+        # by row, for each level of the last draft that was read: its nodes' tokens, and their parents' indices in the
+        # level above
         self.levels: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     def admit(self, row: int, noise: Noise | None = None) -> None:
@@ -340,9 +397,11 @@ class ModelState:
 
     def fork(self, row: int, other: int) -> None:
         """Copy a row to the new row `other`; only the old row keeps its last draft."""
+
         self.noises[other] = self.noises[row]
         self.confirmed[other] = self.confirmed[row]
         self.levels[other] = []
+        # a row that has not drafted is not in the cache yet
         if row in self.state.rows:
             self._update_columns()
             self.state.fork(row, other)
@@ -350,6 +409,7 @@ class ModelState:
     def release(self, row: int) -> None:
         """Release a row."""
         del self.noises[row], self.confirmed[row], self.levels[row]
+        # a row that has not drafted is not in the cache yet
         if row not in self.state.rows:
             return
         rows_before = list(self.state.rows)
@@ -367,10 +427,14 @@ class ModelState:
         """Read what was committed, and return trees grown from the model's logits.
 
         A row whose sequence the model cannot read on gets a tree with the root alone.
+
+        Args:
+            updates: By row, the tokens that the target has committed since the last call, and the new root.
+            budgets: By row, the limits on its tree.
         """
         trees: dict[int, DraftTree] = {}
-        new_tokens: dict[int, list[int]] = {}
-        depths: dict[int, int] = {}
+        new_tokens: dict[int, list[int]] = {}  # by row: the committed tokens, then the root
+        depths: dict[int, int] = {}  # by row: the levels of its tree
         for row, update in updates.items():
             self.confirmed[row] += len(update.tokens)
             depths[row] = self._clamp_depth(row, budgets[row].depth)
@@ -378,7 +442,7 @@ class ModelState:
                 new_tokens[row] = [*update.tokens.tolist(), update.root]
             else:
                 trees[row] = DraftTree.chain([update.root])
-        logits = self._read(new_tokens)
+        logits = self._read(new_tokens)  # by row, [V], after the root
         # a read may have changed the order of rows in the cache
         for rows in self._group_rows([row for row in self.state.rows if row in new_tokens]):
             requests = []
@@ -397,16 +461,31 @@ class ModelState:
     def _grow(
         self, rows: list[int], requests: list[DraftRequest], logits: Sequence[Tensor]
     ) -> list[DraftTree]:
-        """Return the trees of rows that may share a forward, from the logits [V] after their roots."""
+        """Return the trees of B rows that may share a forward.
+
+        Args:
+            rows: The rows, in the order of the cache.
+            requests: The root, position, budget and noise of each row's tree.
+            logits: [V] of each row, after its root.
+        """
         depths: list[int] = []  # of all nodes that were read so far
 
         def level(
             depth: int, indices: list[int], tokens: Tensor, parents: Tensor, tree_mask: Tensor
         ) -> Tensor:
-            """Return the logits [B, K, V] after the nodes [B, K] of one level; `indices` are those of their rows."""
+            """Return the logits [B, K, V] after the K nodes of one level of B rows' trees, and note them in `levels`.
+
+            Args:
+                depth: The depth of the nodes, 1 for the root's children.
+                indices: The indices in `rows` of the rows whose trees still grow.
+                tokens: [B, K], the tokens of the nodes.
+                parents: [B, K], the index of each node's parent in the level above.
+                tree_mask: [B, K, R], which of the R nodes read so far each of them sees.
+            """
             # rows with another budget grow after those before them, again from the first level on
             if depth == 1:
                 depths.clear()
+            # the root is committed in this model's cache, so depth 0 is that of its children
             depths.extend([depth - 1] * tokens.shape[1])
             drafting = [rows[index] for index in indices]
             for row, row_tokens, row_parents in zip(drafting, tokens, parents, strict=True):
@@ -429,8 +508,13 @@ class ModelState:
     # -- what may be read together ------------------------------------------------------------------------------------
 
     def _clamp_depth(self, row: int, depth: int) -> int:
-        """Return `depth`, limited by the model's last position and by the border of its rotary frequencies."""
+        """Return how many levels a row's tree may have: `depth`, limited by what the model can read; 0 or less: none.
+
+        The limits are the model's last position and the border of its rotary frequencies, a length beyond which some
+        models (longrope) read the whole sequence with other frequencies.
+        """
         border = self.model.border
+        # tokens in the cache
         read = self.state.length(row) if row in self.state.rows else 0
         ends = [self.model.max_positions or math.inf]
         # all of a sequence must be read with one set of frequencies: one that began below the border cannot grow
@@ -449,7 +533,10 @@ class ModelState:
         return groups
 
     def _update_columns(self) -> None:
-        """Tell the state how many cache columns each row may need, its draft included; it frees what is beyond them."""
+        """Tell the model's state how many cache columns each row may need, its draft included.
+
+        The state frees what is beyond them when it next changes the size of its cache.
+        """
         for row in self.state.rows:
             drafted = sum(len(tokens) for tokens, _ in self.levels.get(row, ()))
             # half as many again, as a sequence grows
@@ -458,17 +545,21 @@ class ModelState:
     # -- committed tokens ---------------------------------------------------------------------------------------------
 
     def _read(self, new_tokens: Mapping[int, list[int]]) -> dict[int, Tensor]:
-        """Read new sequences, and what was committed of others, and return the logits [V] after each root."""
+        """Read new sequences, and what was committed of others, and return by row the logits [V] after its root.
+
+        `new_tokens` are by row the committed tokens since the last call, then the root.
+        """
         logits = self._read_prompts(
             {row: tokens for row, tokens in new_tokens.items() if row not in self.state.rows}
         )
+        # rows that were in the cache before this call
         earlier = [row for row in self.state.rows if row in new_tokens and row not in logits]
         for rows in self._group_rows(earlier):
             logits |= self._read_confirmed({row: new_tokens[row] for row in rows})
         return logits
 
     def _read_prompts(self, prompts: Mapping[int, list[int]]) -> dict[int, Tensor]:
-        """Read sequences from their first token on, and return the logits [V] after each."""
+        """Read new sequences, by row, from their first token on, and return by row the logits [V] after each."""
         logits: dict[int, Tensor] = {}
         if prompts:
             self._update_columns()
@@ -481,16 +572,22 @@ class ModelState:
         return logits
 
     def _read_confirmed(self, committed: Mapping[int, list[int]]) -> dict[int, Tensor]:
-        """Read committed tokens, by row, and return the logits [V] after each sequence.
+        """Read what was committed of rows in the cache, and return by row the logits [V] after the new root.
 
         Nodes of the last draft that the target accepted stay in the cache, and only the tokens after them are read.
+
+        Args:
+            committed: By row, the last root, the tokens accepted after it, and the new root.
         """
-        columns: dict[int, list[int]] = {}
-        tokens: dict[int, list[int]] = {}
-        unread: dict[int, list[int]] = {}
+        columns: dict[
+            int, list[int]
+        ] = {}  # by row: the cache columns of accepted nodes, after those of the sequence
+        tokens: dict[int, list[int]] = {}  # by row: the tokens of these nodes
+        unread: dict[int, list[int]] = {}  # by row: the tokens after them, the new root last
         for row, levels in self._download_levels(list(committed)).items():
             # the first token is the last root, which was read then
             new = committed[row][1:]
+            # the new root is not looked for: it must be read to give logits
             columns[row] = _find_accepted(levels, new[:-1])
             count = len(columns[row])
             tokens[row] = new[:count]
@@ -504,7 +601,10 @@ class ModelState:
         return logits
 
     def _download_levels(self, rows: list[int]) -> dict[int, list[tuple[list[int], list[int]]]]:
-        """Return the levels of each row's last draft as lists on the host: tokens and parents."""
+        """Return the levels of each row's last draft as lists on the host.
+
+        A level is the tokens of its nodes, and the index of each node's parent in the level above.
+        """
         tensors = []
         for row in rows:
             for tokens, parents in self.levels[row]:
@@ -522,7 +622,11 @@ class ModelState:
 def _find_accepted(levels: list[tuple[list[int], list[int]]], tokens: list[int]) -> list[int]:
     """Return the path of the last draft along these committed tokens, as far as it was drafted.
 
-    Nodes are numbered over all levels, as their columns in the cache.
+    It is a list of nodes, one for each level, which are numbered over all levels, as their columns in the cache.
+
+    Args:
+        levels: Of each level of the draft, its nodes' tokens and their parents' indices in the level above.
+        tokens: The tokens that were committed after the draft's root.
     """
     path: list[int] = []
     parent = None  # the index of the path's node in the level above
@@ -530,6 +634,7 @@ def _find_accepted(levels: list[tuple[list[int], list[int]]], tokens: list[int])
     for (level_tokens, parents), token in zip(levels, tokens, strict=False):
         matches = []
         for index, level_token in enumerate(level_tokens):
+            # at the first level all nodes are children of the root
             if level_token == token and (parent is None or parents[index] == parent):
                 matches.append(index)
         if not matches:

@@ -8,7 +8,7 @@ from eagle.core.tree import DraftTree
 
 
 class NoDrafter(Drafter):
-    """Proposes nothing but the root."""
+    """Proposes nothing but the root, the token that the target has chosen and not yet read."""
 
     def begin(self, noise: Noise | None = None) -> NoDrafter:
         """Return itself: a sequence needs no state."""

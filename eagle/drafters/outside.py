@@ -30,7 +30,7 @@ class UntrustedCode(ValueError):
 
 
 class Methods(dict[str, type[Any]]):
-    """Methods by name; `find` loads and registers those that the package does not know."""
+    """Drafting methods (classes) by name; `find` loads and registers those that the package does not know."""
 
     # whether the code in any head's folder may be run, as `eagle --trust-code` asks
     trusts_heads = False
@@ -42,6 +42,7 @@ class Methods(dict[str, type[Any]]):
         folder gives goes to `admit`.
         """
         match = PLACE_AND_CLASS.fullmatch(kind)
+        # a plain name
         if kind in self or match is None:
             return self.find_named(kind)
         place = match["place"]
@@ -74,11 +75,16 @@ class Methods(dict[str, type[Any]]):
         return kind if method is None or kind in self else name_of(method, kind)
 
     def offered(self) -> list[str]:
-        """Return the names that installed packages offer, of which nothing is loaded."""
+        """Return the names of further methods that installed packages offer; the packages are not imported."""
         return sorted({point.name for point in entry_points(group=GROUP)} - self.keys())
 
     def register(self, method: Any, place: str) -> type[Any]:
-        """Register a class under its own name; one that belongs to another method is refused."""
+        """Register a method's class under its own name and return it; a name that another method has is refused.
+
+        Args:
+            method: The class.
+            place: Where it is from, for a refusal.
+        """
         name = name_of(method, place)
         registered = self.get(name)
         file = _file_of(method)
@@ -110,6 +116,7 @@ class Methods(dict[str, type[Any]]):
         """
         source = folder / "config.json"
         kind = config["settings"].get("kind")
+        # what `describe_code` noted of the method's code; None for a method of this package
         code = config.get("code")
         # a name like PATH.py:CLASS would run that code
         if isinstance(kind, str) and PLACE_AND_CLASS.fullmatch(kind):
@@ -139,6 +146,7 @@ class Methods(dict[str, type[Any]]):
                     f"offer it here: install that package, or name drafter.kind={named}"
                 )
             return
+        # refused if it does not have the checksum of the config
         text = _read_code(folder, code)
         # the class is loaded already, by --plugin, a recipe or another head: the folder's code is not run
         if registered is not None:
@@ -188,7 +196,8 @@ ADVICE = (
 def _compare_code(registered: type[Any], text: bytes, folder: Path, kind: str) -> None:
     """Compare the code of a registered method with the code that a head was saved with.
 
-    Two heads' folders with different code are refused. If the user named the file of the method, a warning is enough.
+    Two heads' folders with different code are refused, as one name stands for one class in a process. If the user named
+    the file of the method, a warning is enough.
 
     Args:
         registered: The class that is loaded.
@@ -197,7 +206,8 @@ def _compare_code(registered: type[Any], text: bytes, folder: Path, kind: str) -
         kind: The method's name.
     """
     module = sys.modules.get(registered.__module__)
-    # the method of an installed package has no saved text, and is accepted
+    # `_run` sets `__code_text__`, and `admit` sets `__head__`, the head's folder that the code was read from. The method
+    # of an installed package has no saved text, and is accepted.
     loaded = getattr(module, "__code_text__", text)
     if loaded == text:
         return
@@ -213,7 +223,7 @@ def _compare_code(registered: type[Any], text: bytes, folder: Path, kind: str) -
 
 
 def load_place(place: str) -> ModuleType:
-    """Return the module of a file, or of a dotted name."""
+    """Return the module of a file or of a dotted name, which is run or imported if it has not been before."""
     if place.endswith(".py"):
         return load_file(Path(place))
     try:
@@ -248,6 +258,7 @@ def _run(text: bytes, path: Path) -> ModuleType:
         exec(compile(text, module.__file__, "exec"), module.__dict__)
     except Exception as error:
         del sys.modules[name]
+        # of the calls that led to the error, the lines in this file; a syntax error has none
         lines = [
             frame.lineno
             for frame in extract_tb(error.__traceback__)
@@ -262,7 +273,10 @@ def _run(text: bytes, path: Path) -> ModuleType:
 
 
 def class_in(module: ModuleType, name: str, place: str) -> Any:
-    """Return a module's class of this name; if it is missing, the refusal lists the methods that the module has."""
+    """Return a module's class of this name; if it is missing, the refusal lists the methods that the module has.
+
+    `place` says where the module is from, for the refusal.
+    """
     found = getattr(module, name, None)
     if found is not None:
         return found
@@ -273,7 +287,7 @@ def class_in(module: ModuleType, name: str, place: str) -> Any:
 
 
 def _methods_in(module: ModuleType) -> dict[str, type[Any]]:
-    """Return the drafting methods that a module defines, by class name; abstract bases are left out."""
+    """Return the drafting methods that a module defines, by class name; abstract bases and imports are left out."""
     methods = {}
     for name, value in vars(module).items():
         is_drafter = (
@@ -281,6 +295,7 @@ def _methods_in(module: ModuleType) -> dict[str, type[Any]]:
             and issubclass(value, Drafter)
             and value.__module__ == module.__name__
         )
+        # a private class is a helper or a base
         if not is_drafter or value.__name__.startswith("_"):
             continue
         # a trainable class without Settings is a base of methods
@@ -304,6 +319,7 @@ def name_of(method: Any, place: str) -> str:
     else:
         fields = getattr(getattr(method, "Settings", None), "model_fields", {})
         kind = fields["kind"].default if "kind" in fields else None
+    # a name must be told apart from PATH.py:CLASS, from a path, and from a list of drafters
     is_word = (
         isinstance(kind, str)
         and kind
@@ -324,6 +340,7 @@ def describe_code(method: type[Any]) -> dict[str, str] | None:
     None says that the method is one of this package.
     """
     module = sys.modules.get(method.__module__)
+    # set by `_run`, for a method that was read from a single file
     text = getattr(module, "__code_text__", None)
     if text:
         name = Path(str(getattr(module, "__file__", METHOD_FILE))).name
@@ -331,6 +348,7 @@ def describe_code(method: type[Any]) -> dict[str, str] | None:
     top = method.__module__.split(".")[0]
     if top == __name__.split(".")[0]:
         return None
+    # None too for a class that no installed package brings, such as one of a script
     package = _find_package(top)
     return (
         None
@@ -373,7 +391,7 @@ def _read_code(folder: Path, code: dict[str, str]) -> bytes:
 
 
 def _file_of(method: type[Any]) -> str | None:
-    """Return the file that a method was read from by this module."""
+    """Return the file that a method was read from by this module; None for one that Python imported."""
     module = sys.modules.get(method.__module__)
     return getattr(module, "__file__", None) if hasattr(module, "__code_text__") else None
 
@@ -386,4 +404,5 @@ def _lies_in(point: EntryPoint, folder: Path | None) -> bool:
 
 
 def _package_of(point: EntryPoint) -> str:
+    """Return the name and version of the package with an entry point; its object's place if the package is unknown."""
     return f"{point.dist.name} {point.dist.version}" if point.dist is not None else point.value

@@ -21,14 +21,15 @@ TOKEN_BYTES = torch.long.itemsize
 class FirstOf(Drafter):
     """Asks drafters in order until one proposes more than the root, for example lookup before a trained head.
 
-    The output keeps its distribution if the committed sequence alone decides whether a drafter proposes: otherwise the
-    target's noise would influence which verification rule is used.
+    The root is the token that the target has chosen and not yet read. The output keeps its distribution if the
+    committed sequence alone decides whether a drafter proposes: otherwise the target's sampling noise would influence
+    which verification rule is used.
 
     The forwards of a draft depend on the drafter used, so its cost is the measured time.
     """
 
     def __init__(self, drafters: Sequence[Drafter]) -> None:
-        """Take the drafters in the order in which they are asked; the list reads all that any of them reads."""
+        """Take the drafters in the order in which they are asked; together they read all that any of them reads."""
         if not drafters:
             raise ValueError(
                 "a list of drafters is empty: expected at least one, for none at all NoDrafter()"
@@ -49,11 +50,14 @@ class FirstOf(Drafter):
         self.rates_nodes = any(drafter.rates_nodes for drafter in drafters)
 
     def open(self) -> SeveralState:
-        """Return a state with one state of each drafter."""
-        return self.open_with(None)
+        """Return a state with one state of each drafter, if none of them drafts on the target's own cache rows."""
+        return self.open_with(texts=None)
 
     def open_with(self, texts: Any) -> SeveralState:
-        """Return a state with one state of each drafter; drafters on the target's own cache rows get `texts`."""
+        """Return a state with one state of each drafter; those that draft on the target's own cache rows get `texts`.
+
+        `texts` are the rows of the target's KV cache (`TargetSequences`), None if no drafter asks for them.
+        """
         states = [
             drafter.open_with(texts) if drafter.reads.texts else drafter.open()
             for drafter in self.drafters
@@ -61,26 +65,35 @@ class FirstOf(Drafter):
         return SeveralState(self, states)
 
     def kept_bytes(self, tokens: int, column: ColumnBytes) -> int:
-        """Return the bytes of all states, and of the updates that wait until a drafter after the first is asked."""
+        """Return the bytes of all states, and of the updates that wait until a drafter after the first is asked.
+
+        Args:
+            tokens: The length of the sequence, the tokens of a draft included.
+            column: The bytes that one token takes in the target, among them those of its state at one tap.
+        """
         total = sum(drafter.kept_bytes(tokens, column) for drafter in self.drafters)
         for drafter in self.drafters[1:]:
             total += tokens * (TOKEN_BYTES + len(drafter.taps) * column.tapped)
         return total
 
     def bind_target(self, view: Any) -> None:
-        """Pass the view to the drafters that read one."""
+        """Pass the view, the target's layers, to the drafters that draft with them."""
         for drafter in self.drafters:
             if drafter.reads.view:
                 drafter.bind_target(view)
 
 
 class SeveralState:
-    """The states of several drafters, and for each the updates that it has not received yet."""
+    """The states of several drafters for a batch, and for each drafter the updates that it has not received yet.
+
+    An update has the tokens that the target has committed in one cycle, with its states.
+    """
 
     def __init__(self, several: FirstOf, states: list[DraftState]) -> None:
         self.several = several
         self.states = states
-        self.pending: dict[int, list[list[Committed]]] = {}  # by row and drafter
+        # by row (a sequence of the batch), then by drafter: its updates, oldest first
+        self.pending: dict[int, list[list[Committed]]] = {}
 
     def admit(self, row: int, noise: Noise | None = None) -> None:
         """Begin a row for all drafters."""
@@ -103,9 +116,18 @@ class SeveralState:
     def propose(
         self, updates: Mapping[int, Committed], budgets: Mapping[int, Budget]
     ) -> dict[int, DraftTree]:
-        """Return each row's first tree with more than a root; a drafter that is not asked gets its updates later."""
+        """Return each row's first tree with more than a root; a drafter that is not asked gets its updates later.
+
+        Args:
+            updates: By row, what the target has committed since the last call.
+            budgets: By row, the limits on its tree.
+
+        Raises:
+            RowErrors: If some rows fail; it has the trees of the others.
+        """
         # every drafter's updates are kept until it is asked, reduced to what it reads
         for index, drafter in enumerate(self.several.drafters):
+            # where this drafter's taps are among the taps of all
             tap_indices = [self.several.taps.index(tap) for tap in drafter.taps]
             for row, update in updates.items():
                 self.pending[row][index].append(_restrict(update, tap_indices, drafter.reads))
@@ -120,6 +142,7 @@ class SeveralState:
             ]
             if not rows:
                 break
+            # the drafter may have missed several cycles of a row
             joined = {row: Committed.join(self.pending[row][index]) for row in rows}
             for row in rows:
                 self.pending[row][index] = []
@@ -135,7 +158,14 @@ class SeveralState:
 
 
 def _restrict(update: Committed, tap_indices: list[int], reads: Reads) -> Committed:
-    """Return an update with what one drafter reads: its taps, and as many choices and followers as it asks for."""
+    """Return an update with what one drafter reads: its taps, and as many choices and followers as it asks for.
+
+    Args:
+        update: What the target has committed in one cycle, with all that any drafter reads.
+        tap_indices: Where this drafter's taps are among the L taps of the features [T, L, D].
+        reads: What else this drafter reads: the target's best tokens after each node of the last tree (choices), its
+            states there, and the likely next tokens of all tokens that it has read (followers).
+    """
     features = _select_taps(update.features, tap_indices)
     states = _select_taps(update.states, tap_indices) if reads.states else None
     choices = None
@@ -152,7 +182,10 @@ def _restrict(update: Committed, tap_indices: list[int], reads: Reads) -> Commit
 
 
 def _select_taps(features: Tensor | None, tap_indices: list[int]) -> Tensor | None:
-    """Return the states [T, L, D] of some of the taps [L]; None without any."""
+    """Return the states [T, len(tap_indices), D] of T tokens at some taps, from those [T, L, D] at all L taps.
+
+    None if there are no states, or none of the taps is asked for.
+    """
     if features is None or not tap_indices:
         return None
     return features.index_select(1, upload(torch.tensor(tap_indices), features.device))

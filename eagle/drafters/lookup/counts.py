@@ -41,14 +41,17 @@ class Tables:
     The pairs that begin with token y are those from starts[y] up to starts[y + 1].
     """
 
-    singles: Tensor  # [V]
-    starts: Tensor  # [V + 1]
-    successors: Tensor  # [M], ascending in each row
-    counts: Tensor  # [M]
+    singles: Tensor  # [V], how often each token of the vocabulary was counted
+    starts: Tensor  # [V + 1], where the pairs of each first token start among the M pairs
+    successors: Tensor  # [M], the second token of each pair, ascending for each first token
+    counts: Tensor  # [M], how often each pair was counted
     tokenizer: str | None = None  # whose tokens they are, as `tokenizer_identity` names it
 
     def __post_init__(self) -> None:
-        """Refuse tables that do not fit together, as damaged files would give wrong probs in silence."""
+        """Refuse tables that do not fit together, as damaged files would give wrong probs in silence.
+
+        The pairs of one first token are called a row.
+        """
         for name, row in self.tensors().items():
             if row.dtype != torch.int64 or row.dim() != 1:
                 raise ValueError(
@@ -56,7 +59,8 @@ class Tables:
                 )
         size = self.vocab_size
         pairs = len(self.successors)
-        widths = self.starts.diff()
+        widths = self.starts.diff()  # [V], pairs of each row
+        # the rows begin with the first pair and end with the last
         has_ends = (
             len(self.starts) == size + 1
             and int(self.starts[0]) == 0
@@ -76,6 +80,7 @@ class Tables:
             raise ValueError(
                 "the successors of a token are not in order: expected each once, the lowest first"
             )
+        # in doubles, as a sum of damaged counts could overflow an integer
         total = float(self.singles.double().sum())
         in_pairs = float(self.counts.double().sum())
         is_too_small = (self.singles < 0).any() or (self.counts < 1).any()
@@ -109,12 +114,19 @@ def tokenizer_identity(tokenizer: Any) -> str | None:
     """Return a checksum of the tokenizer's vocabulary, on which counts depend; None without a tokenizer."""
     if tokenizer is None:
         return None
+    # (word, id) in the order of the ids
     words = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     return hashlib.sha256(json.dumps(words).encode()).hexdigest()[:16]
 
 
 def save_tables(folder: str | Path, tables: Tables, kind: str) -> None:
-    """Write the tables and a config that names their kind; refuse a folder that holds a model."""
+    """Write the tables and a config that names their kind; refuse a folder that holds a model.
+
+    Args:
+        folder: The folder of `model.safetensors` and `config.json`.
+        tables: The counts.
+        kind: The name of the drafting method that reads them, "unigram" or "bigram".
+    """
     folder = Path(folder)
     file = folder / "config.json"
     # a model's config has no key `kind`
@@ -133,7 +145,10 @@ def save_tables(folder: str | Path, tables: Tables, kind: str) -> None:
 
 
 def load_tables(folder: str | Path, kind: str) -> Tables:
-    """Return the tables in a folder; refuse another kind of them, and files that do not fit together."""
+    """Return the tables in a folder; refuse those of another kind, and files that do not fit together.
+
+    `kind` is the name of the drafting method that reads them.
+    """
     folder = Path(folder)
     try:
         config = json.loads((folder / "config.json").read_text())
@@ -153,19 +168,20 @@ def load_tables(folder: str | Path, kind: str) -> Tables:
 class CountDrafter(Drafter):
     """Drafts by log-probs that subclasses compute from count tables."""
 
-    kind: str
-    stored_as = "files"
+    kind: str  # the method's name in recipes and in the config beside its tables
+    stored_as = "files"  # a folder keeps its tables, which `load` reads
 
     def __init__(self, tables: Tables, device: torch.device | str = "cpu") -> None:
+        """Take the counts, and the device on which `logits` is computed."""
         self.tables = tables
         self.device = device
 
     @abstractmethod
     def logits(self, tokens: Tensor) -> Tensor:
-        """Return log-probs [K, V] of what follows tokens [K]."""
+        """Return log-probs [K, V] of the token that follows each of K tokens, in a vocabulary of V."""
 
     def begin(self, noise: Noise | None = None) -> CountSequence:
-        """Return the state for a new sequence."""
+        """Return the state for a new sequence; `noise` is the target's sampling noise, None if it is greedy."""
         return CountSequence(self, noise)
 
     def save(self, folder: str | Path) -> None:
@@ -181,6 +197,7 @@ class CountDrafter(Drafter):
             raise ValueError(
                 f"{folder} is for {tables.vocab_size} different tokens, the target has {target.vocab_size}: {AGAIN}"
             )
+        # without both checksums only the sizes can be compared
         if None not in (tables.tokenizer, tokenizer) and tables.tokenizer != tokenizer:
             raise ValueError(
                 f"{folder} counts the tokens of tokenizer {tables.tokenizer}, the target's is {tokenizer}: {AGAIN}"
@@ -193,8 +210,10 @@ class CountSequence:
 
     def __init__(self, drafter: CountDrafter, noise: Noise | None) -> None:
         self.drafter = drafter
-        self.noise = noise
-        self.length = 0
+        self.noise = (
+            noise  # the target's sampling noise, which trees are ranked with; None if it is greedy
+        )
+        self.length = 0  # committed tokens, the root not counted
 
     def propose(self, update: Committed, budget: Budget) -> DraftTree:
         """Return a tree within the budget, grown from the counts of what follows each token."""
@@ -214,4 +233,8 @@ class CountSequence:
         )
 
     def _level(self, depth: int, tokens: Tensor, parents: Tensor, tree_mask: Tensor) -> Tensor:
+        """Return log-probs [K, V] of what follows the K nodes [K] of a tree's level, for `grow`.
+
+        They depend on the nodes' own tokens alone, so that the other arguments are not needed.
+        """
         return self.drafter.logits(tokens)

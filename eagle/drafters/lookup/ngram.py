@@ -55,10 +55,12 @@ class NgramDrafter(Drafter):
         self.trust = trust
         self.pick = pick
         self.branches = branches
-        self.sizes = range(longest, shortest - 1, -1)
+        self.sizes = range(
+            longest, shortest - 1, -1
+        )  # the lengths n of n-grams, in the order they are tried
 
     def begin(self, noise: Noise | None = None) -> NgramSequence:
-        """Return the state for a new sequence."""
+        """Return the state for a new sequence; the target's noise is not needed, as no probs are compared."""
         return NgramSequence(self)
 
 
@@ -67,8 +69,8 @@ class NgramSequence:
 
     def __init__(self, drafter: NgramDrafter) -> None:
         self.drafter = drafter
-        self.sizes = drafter.sizes
-        self.tokens: list[int] = []
+        self.sizes = drafter.sizes  # the lengths n of n-grams, longest first
+        self.tokens: list[int] = []  # of the sequence so far, the root included
         # from an n-gram to the position after its latest occurrence, and from n and such a position to the position
         # after the occurrence before
         self.latest: dict[tuple[int, ...], int] = {}
@@ -85,8 +87,9 @@ class NgramSequence:
     def propose(self, update: Committed, budget: Budget) -> DraftTree:
         """Return a tree of the tokens that followed earlier matches, as far as the budget goes; else the root alone."""
         self._read([*update.tokens.tolist(), update.root])
-        paths: list[list[int]] = []
+        paths: list[list[int]] = []  # continuations of the root
         nodes_left = budget.nodes
+        # n, and the position in the sequence from which tokens are copied
         for size, position in islice(
             self._find_matches(), min(self.drafter.branches, budget.top_k)
         ):
@@ -105,6 +108,7 @@ class NgramSequence:
             tokens = tokens[1:]
         for token in tokens:
             end = len(seq)
+            # the n-grams that end right before this token
             for size in self.sizes:
                 if size <= end:
                     # `latest` has the position after the n-gram, and `earlier` leads on to the one before it
@@ -117,7 +121,9 @@ class NgramSequence:
     def _find_matches(self) -> Iterator[tuple[int, int]]:
         """Yield n and the position after each match, the best first; no two continuations begin with the same token."""
         seq = self.tokens
-        first_tokens = set()
+        first_tokens = (
+            set()
+        )  # of the continuations so far: a tree needs each child of the root once
         for size in self.sizes:
             positions = list(islice(self._positions(size), LATEST))
             if self.drafter.pick == "frequent":

@@ -31,8 +31,10 @@ class RecyclingDrafter(Drafter):
     prompts.
     """
 
-    reads = Reads(followers=WIDTH)
-    remembers = True
+    reads = Reads(
+        followers=WIDTH
+    )  # it gets so many likely next tokens of every token that the target reads
+    remembers = True  # the drafts of one sequence depend on those before and beside it
 
     def __init__(self) -> None:
         """Begin with an empty table."""
@@ -48,23 +50,28 @@ class RecyclingDrafter(Drafter):
 
     @torch.inference_mode()
     def learn(self, batches: Iterable[Followers]) -> None:
-        """Write the rows of tokens that the target has read; of one token the last occurrence is kept."""
+        """Write the table's rows of tokens that the target has read; of one token the last occurrence is kept.
+
+        Args:
+            batches: Of each sequence, the tokens that the target has read and the likeliest next tokens after each.
+        """
         followers = Followers.join(list(batches))
         if followers is None or not len(followers.tokens):
             return
         tokens = followers.tokens.tolist()
-        # an indexed write with an index twice has no fixed order
+        # token -> the index of its last occurrence: an indexed write with an index twice has no fixed order
         latest = {token: index for index, token in enumerate(tokens)}
         (likeliest,) = to_host([followers.likeliest])
-        # a vocabulary may be smaller than a row
+        # a row of the table has WIDTH entries, and a vocabulary may have fewer tokens
         width = likeliest.shape[1]
         with self.lock:
             self._reserve(max(latest) + 1)
             self.table[list(latest), :width] = likeliest[list(latest.values())]
 
     def likely_after(self, tokens: list[int]) -> list[list[int]]:
-        """Return the row of each token; `UNKNOWN` stands for tokens that are not known."""
+        """Return the table's row of each token: its likely next tokens, `UNKNOWN` where fewer or none are known."""
         with self.lock:
+            # the table may be too short for tokens that were never read; default: for no tokens
             self._reserve(max(tokens, default=-1) + 1)
             return self.table[tokens].tolist()
 
@@ -89,7 +96,14 @@ class RecyclingState:
     def propose(
         self, updates: Mapping[int, Committed], budgets: Mapping[int, Budget]
     ) -> dict[int, DraftTree]:
-        """Learn from all rows' updates, and return each row's tree of what is likely after its root."""
+        """Learn from all rows' updates, and return each row's tree of what is likely after its root.
+
+        Rows are sequences of the decoding batch.
+
+        Args:
+            updates: By row, the new root, and what the target found likely after the tokens that it has read.
+            budgets: By row, the limits on its tree.
+        """
         batches = [update.followers for update in updates.values() if update.followers is not None]
         self.drafter.learn(batches)
         return {row: self._draft(update.root, budgets[row]) for row, update in updates.items()}
@@ -99,12 +113,15 @@ class RecyclingState:
         tokens = [root]
         parents = [-1]
         nodes: dict[tuple[int, ...], int] = {(): 0}  # path of ranks -> node
-        first = 0  # of the level above
+        first = 0  # the first node of the level above
+        # a level is a list of paths; the last rank of a path says which of its parent's likely tokens a node has
         for level in levels_of(budget):
+            # the likely tokens after each node of the level above
             rows = self.drafter.likely_after(tokens[first:])
             next_first = len(tokens)
             for path in level:
                 parent = nodes.get(path[:-1])
+                # the parent was not known
                 if parent is None:
                     continue
                 token = rows[parent - first][path[-1]]
@@ -132,6 +149,7 @@ def levels_of(budget: Budget) -> list[list[tuple[int, ...]]]:
     if paths is None:
         paths = best_tree([RATES[: budget.top_k]], budget.nodes, budget.depth)
     levels: list[list[tuple[int, ...]]] = [[] for _ in range(budget.depth)]
+    # a fixed shape may be deeper than the budget, or ask for ranks that the table does not keep
     for path in sorted(set(paths)):
         if 0 < len(path) <= budget.depth and max(path) < WIDTH:
             levels[len(path) - 1].append(path)

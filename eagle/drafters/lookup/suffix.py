@@ -29,14 +29,16 @@ class Automaton:
     """
 
     def __init__(self, limit: int) -> None:
+        """Begin with an empty sequence; strings of up to `limit` tokens are counted."""
         self.limit = limit
-        # by state:
+        # by state, of which 0 is that of the empty string:
         self.next: list[dict[int, int]] = []  # the state after each token that followed
         self.links: list[int] = []  # the suffix link
         self.lengths: list[int] = []  # of a state's longest string
         self.counts: list[int] = []  # how often its strings of at most `limit` tokens occurred
         self.latest: list[int] = []  # the position where its strings ended last
-        self.whole = self._add_state({}, 0, 0, 0)  # the state of the whole sequence
+        # the state of the whole sequence, at first the empty string
+        self.whole = self._add_state({}, length=0, count=0, latest=0)
         self.end = self.whole  # the state of its last `limit` tokens
 
     def add(self, token: int) -> None:
@@ -69,13 +71,18 @@ class Automaton:
             state = self.links[state]
 
     def match_end(self) -> tuple[int, int]:
-        """Return state and length of the sequence's longest ending, up to `limit` tokens, that also occurs earlier."""
+        """Return state and length of the sequence's longest ending, up to `limit` tokens, that also occurs earlier.
+
+        They are 0 and 0 if no ending does.
+        """
         # the state of the whole sequence occurred only once
         state = self.links[self.end] if self.end == self.whole else self.end
         return state, min(self.lengths[state], self.limit)
 
     def extend_match(self, state: int, length: int, token: int) -> tuple[int, int]:
         """Return state and length of the longest ending of another sequence that occurs in this one.
+
+        The length is at most `limit`; both are 0 if no ending occurs.
 
         Args:
             state: The state of that match before `token` was appended to the other sequence.
@@ -86,18 +93,29 @@ class Automaton:
         while state and token not in self.next[state]:
             state = self.links[state]
             length = self.lengths[state]
+        # state 0, the empty string, is left: the token is new to this sequence
         if token not in self.next[state]:
             return 0, 0
+        # a match longer than `limit` loses its first tokens
         return self.shorten(self.next[state][token], self.limit), min(length + 1, self.limit)
 
     def shorten(self, state: int, length: int) -> int:
         """Return the state of the last `length` tokens of a string, whose state is given."""
+        # the link leads to shorter endings: go on as long as these have `length` tokens
         while state and self.lengths[self.links[state]] >= length:
             state = self.links[state]
         return state
 
     def followers(self, state: int, max_count: int) -> list[tuple[float, int, int]]:
-        """Return the tokens that most often followed a state's strings, ties by recency: share, token and state."""
+        """Return the tokens that most often followed a state's strings, most often first, ties by recency.
+
+        Args:
+            state: The state of the strings.
+            max_count: The most tokens to return.
+
+        Returns:
+            For each of them its share of all tokens that followed, the token, and the state of the strings with it.
+        """
         # one occurrence has no follower if the sequence ends with it
         is_end = self.latest[state] == self.lengths[self.whole]
         total = self.counts[state] - is_end
@@ -107,12 +125,13 @@ class Automaton:
             (self.counts[child], self.latest[child], token, child) for token, child in compared
         ]
         best = sorted(ranked, reverse=True)[:max_count]
+        # the end of a remembered answer is no token to draft
         return [(times / total, token, child) for times, _, token, child in best if token != SEAM]
 
     def _split_state(self, state: int, token: int) -> int:
-        """Return the state whose longest string is that of `state` plus this token.
+        """Return the state whose longest string is that of `state` plus this token, which followed it before.
 
-        If longer strings share the state, a new one is split off for this string and its suffixes.
+        If longer strings share that state, a new one is split off for this string and its suffixes.
         """
         shared = self.next[state][token]
         length = self.lengths[state] + 1
@@ -130,7 +149,14 @@ class Automaton:
         return split
 
     def _add_state(self, follow: dict[int, int], length: int, count: int, latest: int) -> int:
-        """Add a state that links to the empty string, and return its index."""
+        """Add a state that links to the empty string, and return its index.
+
+        Args:
+            follow: The state after each token that followed its strings.
+            length: The tokens of its longest string.
+            count: How often its strings occurred.
+            latest: The position where they ended last.
+        """
         self.next.append(follow)
         self.links.append(0)
         self.lengths.append(length)
@@ -157,8 +183,8 @@ def likeliest(past: Automaton, match: int, length: int, depth: int, width: int) 
         depth: The levels of the tree.
         width: The most children of a node.
     """
-    # entries: -likelihood, so that the heap gives the likeliest first; the parent's node and the rank among its
-    # children, which break ties; then parent, token, state and level
+    # Entries: -likelihood, so that the heap gives the likeliest first; the parent's node and the rank among its
+    # children, which break ties; then parent, token, state and level. The first is the root, without a parent (-1).
     heap = [(-1.0, 0, 0, -1, SEAM, match, 0)]
     for node in count():
         if not heap:
@@ -203,11 +229,11 @@ class SuffixDrafter(Drafter):
         self.longest = longest
         self.trust = trust
         self.remember = remember
-        self.memory: list[int] = []  # the tokens of earlier answers
-        self.earlier = Automaton(longest)  # of these tokens
+        self.memory: list[int] = []  # the tokens of earlier answers, each of which ends with SEAM
+        self.earlier = Automaton(longest)  # of these tokens, to search them
 
     def begin(self, noise: Noise | None = None) -> SuffixSequence:
-        """Return the state for a new sequence."""
+        """Return the state for a new sequence; the target's noise is not needed, as counts rank the drafts."""
         return SuffixSequence(self)
 
     def open(self) -> PerSequenceState:
@@ -231,8 +257,9 @@ class SuffixSequence:
 
     def __init__(self, drafter: SuffixDrafter) -> None:
         self.drafter = drafter
-        self.automaton = Automaton(drafter.longest)
-        self.answer: list[int] = []
+        self.automaton = Automaton(drafter.longest)  # of the prompt and the answer so far
+        self.answer: list[int] = []  # the tokens after the prompt, the root included
+        # the drafter may replace its automaton: the match below is in this one
         self.earlier = drafter.earlier
         self.match = (0, 0)  # state and length, in the earlier answers
 
@@ -241,6 +268,7 @@ class SuffixSequence:
         self._read([*update.tokens.tolist(), update.root])
         past = self.automaton
         state, length = past.match_end()
+        # the longer match counts, at a tie the sequence's own
         if self.match[1] > length:
             past = self.earlier
             state, length = self.match
@@ -251,7 +279,9 @@ class SuffixSequence:
         tree = likeliest(
             past, past.shorten(state, length), length, depth, width=min(budget.top_k, nodes)
         )
+        # the root and the likeliest nodes; a tree yields the root even without a match
         tokens, parents, likelihoods = zip(*islice(tree, nodes + 1), strict=True)
+        # in place of SEAM, which stands for the root
         tree_tokens = torch.tensor([update.root, *tokens[1:]])
         return DraftTree(tree_tokens, torch.tensor(parents), likelihoods=torch.tensor(likelihoods))
 
@@ -271,7 +301,7 @@ class SuffixSequence:
 
 
 class _Remembered(PerSequenceState):
-    """Sequences whose answers the drafter remembers."""
+    """Sequences whose answers the drafter remembers when they end, for the drafts of later requests."""
 
     drafter: SuffixDrafter
 
@@ -279,5 +309,6 @@ class _Remembered(PerSequenceState):
         """Release a row and remember its answer."""
         sequence = self.sequences.pop(row)
         assert isinstance(sequence, SuffixSequence)
+        # a row that was released before its first draft has no answer
         if sequence.answer:
             self.drafter.remember_answer([*sequence.answer, SEAM])

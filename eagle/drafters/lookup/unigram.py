@@ -15,8 +15,9 @@ class UnigramDrafter(CountDrafter):
 
     def __init__(self, tables: Tables, device: torch.device | str = "cpu") -> None:
         super().__init__(tables, device)
+        # [V] log-probs
         self.row = tables.unigram().log().float().to(device)
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """Return log-probs [K, V], the same in every row."""
+        """Return log-probs [K, V] of what follows K tokens, the same for all of them."""
         return self.row.expand(len(tokens), -1)

@@ -319,7 +319,7 @@ class SparseState:
     def _copy_prompt(self, row: int, cache_row: int) -> None:
         """Copy the columns of a prompt that are selected once and stay; here none are.
 
-        A subclass copies them here, to the row `cache_row` of this cache, and notes in `copied` how many tokens are done.
+        A subclass copies them here, to the row `cache_row` of this cache, and notes in `copied` how many are done.
         """
 
     def _count_columns(self, row: int) -> int:

@@ -330,7 +330,7 @@ class Spire(TrainableDrafter):
         return MemoryState(self, self.settings.window)
 
     def keys_values(self, memories: Tensor, tables: Pair) -> Tensor:
-        """Return the keys and values of N tokens in one tensor [N, n, 2, k, w], for n blocks with k key heads of width w.
+        """Return keys and values of N tokens in one tensor [N, n, 2, k, w], for n blocks with k key heads of width w.
 
         Args:
             memories: [N, n, H], the state of each token of which each block makes its key and value.
@@ -341,7 +341,7 @@ class Spire(TrainableDrafter):
         return torch.stack(pairs).permute(3, 0, 1, 2, 4)
 
     def read_level(self, tokens: Tensor, memory: Tensor, tables: Pair, mask: Tensor) -> Tensor:
-        """Return [B, T, 1 + n, H], the embedding of each of T tokens of B rows, and the output of each of n blocks there.
+        """Return [B, T, 1 + n, H], the embedding of each of T tokens of B rows, and the outputs of n blocks there.
 
         Args:
             tokens: [B, T].
@@ -613,8 +613,8 @@ class _MemoryLevels(FollowsRows):
     def _append_memories(self, depth: int) -> None:
         """Append the keys and values of the nodes that were read last to those of the sequence and the levels before.
 
-        The nodes of later levels attend to them. `depth` is that of the nodes. With K nodes in each of B trees there are
-        K columns more in `self.memory`.
+        The nodes of later levels attend to them. `depth` is that of the nodes. K nodes in each of B trees make K more
+        columns of `self.memory`.
         """
         head = self.head
         count = self.states.shape[1]  # K of [B, K, 1 + n, H]
