@@ -64,7 +64,10 @@ def world() -> tuple[int, int, Callable[[], None]]:
 
 
 def roles_of(settings: Any, target_config: Any) -> TapRoles:
-    """Return the taps that training a head with these settings needs: at every slot, and before learned tokens."""
+    """Return the taps that training a head with these settings needs: at every slot, and before learned tokens.
+
+    Taps are indices of the target's layers whose inputs are read; -1 is the input of its LM head.
+    """
     method: type[TrainableDrafter] = DRAFTERS[settings.kind]
     taps = method.taps_for(settings, target_config)
     return TapRoles(method.context_taps(settings, target_config), (*taps, *method.teacher_taps))
@@ -89,19 +92,20 @@ def compute_rows(
 ) -> list[tuple[Tensor, ...]]:
     """Compute the target's states of sequences, and return of every part the rows that a store keeps, packed.
 
-    The rows of one sequence follow those of the one before it.
+    A row is the states at one slot (token) of a sequence. The rows of one sequence follow those of the one before it.
 
     Args:
         target: The model whose states are computed.
         sequences: The tokens [T] of each sequence.
-        loss_masks: [T] of each sequence.
-        parts: Which taps are kept, and at which slots.
-        dtype: The storage dtype.
+        loss_masks: [T] of each sequence, true at supervised tokens.
+        parts: Sets of taps (layer inputs), each kept at the same slots.
+        dtype: The storage dtype, one of `DTYPES`.
         shared: How many of its first tokens each sequence shares with the one before it, which has their rows. None: 0.
         shown: The conversation with images of each sequence, or None; () if no sequence has images.
 
     Returns:
-        The tensors [N, L, ..] of each part, one for each field of the storage dtype.
+        For each part, with N rows and L taps, its tensors [N, L, ..]: one for each field of the storage dtype, such as
+        numbers and scales.
     """
     taps = _taps_in(parts)
     # cast on the way where storage is bfloat16 anyway; None keeps the model's dtype
@@ -127,8 +131,16 @@ def _compute_states(
 ) -> tuple[Tensor, list[int]]:
     """Return the states [M, L, D] of all sequences, one after the other, and the index at which each begins.
 
-    There may be padding between them. Sequences with shared prefixes are read with a KV cache, those with images one by
-    one, and others in one padded forward.
+    They are those of M tokens at L taps, of width D. There may be padding between the sequences. Sequences with shared
+    prefixes are read with a KV cache, those with images one by one, and others in one padded forward.
+
+    Args:
+        target: The model whose states are computed.
+        sequences: The tokens [T] of each sequence.
+        taps: The layer inputs that are returned.
+        precision: The dtype of the states; None for the model's own.
+        shared: How many of its first tokens each sequence shares with the one before it.
+        shown: The conversation with images of each sequence, or None; () if no sequence has images.
     """
     if any(shared) and can_reuse_prefixes(target):
         states_by_sequence = read_reusing_prefixes(
@@ -142,11 +154,13 @@ def _compute_states(
                 if conversation is None
                 else prepare_media(target.processor, conversation, tokens)
             )
+            # a batch of one sequence
             states_by_sequence.append(target.features(tokens[None], taps, precision, media)[0])
     else:
         # [B, T of the longest, L, D], padding included
         features = target.features(pad_sequence(list(sequences), batch_first=True), taps, precision)
         return features.flatten(0, 1), [i * features.shape[1] for i in range(len(sequences))]
+    # without padding: each sequence begins where the one before it ends
     starts = list(accumulate(map(len, sequences[:-1]), initial=0))
     return torch.cat(states_by_sequence).to(precision), starts
 
@@ -154,7 +168,8 @@ def _compute_states(
 def can_reuse_prefixes(target: Target) -> bool:
     """Return whether `read_reusing_prefixes` gives the states of plain forwards, up to rounding, and saves time.
 
-    It saves nothing with recurrent layers: their state can be taken up only where an earlier sequence ended.
+    It saves nothing with recurrent layers: their state can be taken up only where an earlier sequence ended. A target
+    that is sharded over several devices is read without it, too.
     """
     try:
         with target.lock:
@@ -170,6 +185,8 @@ def read_reusing_prefixes(
 ) -> list[Tensor]:
     """Return the states [T, L, D] of each sequence, reading a prefix that it shares with the one before only once.
 
+    They are those of its T tokens at L taps, of width D.
+
     Args:
         target: The model whose states are computed.
         sequences: The tokens of each sequence.
@@ -177,10 +194,11 @@ def read_reusing_prefixes(
         taps: The layer inputs that are returned.
     """
     state = TargetState(target, taps)
-    groups = group_sequences(shared)
-    states: dict[int, Tensor] = {}
+    groups = group_sequences(shared)  # of indices of sequences
+    states: dict[int, Tensor] = {}  # by the index of a sequence
     # A group of sequences with a common prefix has one row. First the first sequence of every group is read, then the
     # second ones, and so on: a released row keeps its keys and values, and the next sequence reuses their prefix.
+    # In each turn every group has the index of one sequence; None if it has no more.
     for turn in zip_longest(*groups):
         index_of_row = {}
         for i, group in zip(turn, groups, strict=True):
@@ -204,7 +222,7 @@ class LiveFeatures:
     where `extract` reuses a shared prefix, they are equal up to rounding.
     """
 
-    sampled = False
+    sampled = False  # loss masks are those of the examples, known before these are read
 
     def __init__(
         self,
@@ -228,11 +246,13 @@ class LiveFeatures:
         self.dtype: str = identity["dtype"]
         self.parts = parts_of(identity)
         check_width(self.dtype, target.width_of(self.taps))
+        # With a sharded target all processes must run equally many forwards: all read at once, and each `read` is one
+        # forward, of any size.
         self.together = target.sharded
-        # With a sharded target all processes must run equally many forwards: each `read` is one forward, of any size.
         self.batch_tokens = resolve_batch_tokens(target, batch_tokens)
         if self.together:
             self.batch_tokens = sys.maxsize
+        # both refuse
         check_lengths(target, max(lengths_of(examples)))
         check_causal(target)
 
@@ -240,7 +260,7 @@ class LiveFeatures:
         return len(self.examples)
 
     def mask(self, index: int) -> Tensor:
-        """Return [T], the loss mask of an example."""
+        """Return [T], the loss mask of an example of T tokens."""
         return self.examples[index].loss_mask
 
     def tokens_and_mask(self, index: int) -> tuple[Tensor, Tensor]:
@@ -249,13 +269,17 @@ class LiveFeatures:
         return example.tokens, example.loss_mask
 
     def read(self, indices: Sequence[int]) -> list[Example]:
-        """Return the examples at these indices, with their features."""
+        """Return the examples at these indices, with features [T, L, D]: the target's states of T tokens at L taps.
+
+        They are packed and unpacked as in a store, so that they have the same rounding, and are NaN where it keeps none.
+        """
         examples = [self.examples[index] for index in indices]
         lengths = [len(example.tokens) for example in examples]
         for batch in make_batches(lengths, self.batch_tokens):
             sequences = [examples[i].tokens for i in batch]
             masks = [examples[i].loss_mask for i in batch]
             shown = [examples[i].shown for i in batch]
+            # every example from its start: no prefixes are shared
             packed = compute_rows(
                 self.target, sequences, masks, self.parts, dtype=self.dtype, shown=shown
             )
@@ -272,12 +296,19 @@ def extract(target: Target, store: FeatureStore, shards: Sequence[int]) -> Itera
     """Compute and write these shards of a store. Yield the number of tokens of each batch, for a progress bar.
 
     A thread writes a batch to the disk while the next one is computed.
+
+    Args:
+        target: The model whose states are stored.
+        store: The store, which has the examples and the batches of each shard.
+        shards: The indices of the shards to write.
     """
-    writers: list[ShardWriter] = []
+    writers: list[ShardWriter] = []  # of all shards that were begun
 
     # this generator computes, and the jobs that it yields write: `run_ahead` runs them in the thread
     def write_jobs() -> Iterator[Callable[[], int]]:
+        """Compute batch by batch, and yield functions that write, each of which returns a number of tokens."""
         for shard in shards:
+            # refuses if the disk is too full by now
             check_room(store, [shard])
             writer = store.writer(shard)
             writers.append(writer)
@@ -313,15 +344,22 @@ def extract(target: Target, store: FeatureStore, shards: Sequence[int]) -> Itera
             "command again"
         ) from error
     finally:
+        # this does nothing to shards that are complete
         for writer in writers:
             writer.discard()
 
 
 def _append(writer: ShardWriter, rows: Sequence[Sequence[Tensor]], copied: Any, tokens: int) -> int:
-    """Append a batch's packed rows to a shard, once the event `copied` says that they are on the host.
+    """Append a batch's packed rows to a shard, once they are on the host.
+
+    Args:
+        writer: The shard.
+        rows: The tensors of each part of the store.
+        copied: The CUDA event after which they are on the host; None if they are.
+        tokens: The batch's number of tokens.
 
     Returns:
-        `tokens`, the batch's number of tokens.
+        `tokens`, for the progress bar.
     """
     if copied is not None:
         copied.synchronize()
@@ -330,7 +368,10 @@ def _append(writer: ShardWriter, rows: Sequence[Sequence[Tensor]], copied: Any, 
 
 
 def _copy_to_host(packed: Sequence[Sequence[Tensor]]) -> tuple[Sequence[Sequence[Tensor]], Any]:
-    """Return copies in host memory, and the CUDA event (None on a CPU) after which they hold their values."""
+    """Return copies in host memory, and the CUDA event (None on a CPU) after which they hold their values.
+
+    `packed` are the tensors of each part of a store, all on the same device.
+    """
     if not packed[0][0].is_cuda:
         return [list(map(Tensor.cpu, tensors)) for tensors in packed], None
     host_rows = []
@@ -351,7 +392,7 @@ def resolve_batch_tokens(target: Target, batch_tokens: int | None) -> int:
 
     1 stands for batches of one sequence.
     """
-    # a longer sequence in the batch could change the rotary frequencies of a shorter one
+    # with such a border, a longer sequence in the batch could change the rotary frequencies of a shorter one
     has_length_border = target.border < math.inf
     if has_length_border or (target.device.type == "cpu" and batch_tokens is None):
         return 1
@@ -376,9 +417,11 @@ def plan_extraction(
             a few large shards would leave some processes without work.
     """
     lengths = sizes.tokens.tolist()
+    # both refuse
     check_lengths(target, max(lengths))
     check_causal(target)
     token_bytes = mean_bytes(parts, features.dtype, target.width_of(_taps_in(parts)), sizes)
+    # about how many tokens a shard holds
     shard_tokens = max(int(features.shard_bytes / token_bytes), 1)
     # -(-a // b) is a / b rounded up
     if processes > 1:
@@ -392,7 +435,8 @@ def plan_extraction(
 
 
 def check_lengths(target: Target, longest: int) -> None:
-    """Refuse sequences longer than the target's number of positions."""
+    """Refuse sequences, the longest of which has `longest` tokens, if the target has fewer positions."""
+    # None: any number of positions
     if target.max_positions is not None and longest > target.max_positions:
         raise ValueError(
             f"the longest sequence has {longest} tokens, this target has {target.max_positions} positions: "
@@ -445,15 +489,15 @@ def forecast(
         target: The model whose states are to be stored.
         examples: The sequences.
         sizes: Their sizes.
-        plan: The batches of each shard.
-        parts: Which taps are kept, and at which slots.
-        dtype: The storage dtype.
+        plan: The batches of each shard, as indices of sequences.
+        parts: Sets of taps (layer inputs), each kept at the same slots.
+        dtype: The storage dtype, one of `DTYPES`.
     """
     batches = list(chain.from_iterable(plan))
     # batches come from the longest sequences to the shortest: an even sample of them has the mean speed
     sample = [batches[i * len(batches) // FORECAST_BATCHES] for i in range(FORECAST_BATCHES)]
     measured_tokens = 0
-    start = 0.0
+    start = 0.0  # when the measurement began; 0 before
     # the first forward only warms up: time starts after it
     for batch in [sample[-1], *sample]:
         sequences = [examples[i].tokens for i in batch]
@@ -485,10 +529,13 @@ def forecast(
 
 
 def _taps_in(parts: Sequence[Part]) -> tuple[int, ...]:
+    """Return the taps (layer inputs) of all parts, in the order of the parts."""
     return tuple(chain.from_iterable(part.taps for part in parts))
 
 
 def _describe_room(store: FeatureStore) -> str:
+    """Return a phrase with the bytes of the shards that are missing, and the free bytes of the disk."""
+    # other processes may have completed shards
     store.refresh()
     free = shutil.disk_usage(store.folder).free
     missing = sum(map(store.shard_bytes, store.absent))

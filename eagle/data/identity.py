@@ -60,7 +60,12 @@ MASK_RULES = 3
 def identity(recipe: Recipe, roles: TapRoles) -> dict[str, Any]:
     """Return all settings and fingerprints that decide the features of a recipe.
 
-    A feature store keeps its identity, and is refused by a run that needs another one.
+    A feature store keeps its identity, and is refused by a run that needs another one. A fingerprint is a checksum of
+    files.
+
+    Args:
+        recipe: The recipe.
+        roles: The taps (layer inputs of the target) that are needed at every slot, and before learned tokens.
     """
     return {
         "target": target_identity(recipe.target),
@@ -72,7 +77,10 @@ def identity(recipe: Recipe, roles: TapRoles) -> dict[str, Any]:
 
 
 def tap_identity(roles: TapRoles) -> dict[str, Any]:
-    """Return the taps, and those of them that are kept at every slot and not only before learned tokens (`inputs`)."""
+    """Return the taps (layer inputs of the target), and those of them that are kept at every slot as `inputs`.
+
+    The others are kept only before learned tokens.
+    """
     return {"taps": list(roles.taps), "inputs": list(roles.inputs)}
 
 
@@ -88,6 +96,7 @@ def target_identity(section: TargetSection) -> dict[str, Any]:
     # the weights of a GGUF target were unpacked from its file, whose checksum says more than theirs
     checksum = gguf_checksum(folder)
     return {
+        # as long as a fingerprint
         "weights": checksum[:16] if checksum else fingerprint(weights),
         "config": fingerprint([folder / "config.json"]),
         "dtype": section.dtype,
@@ -97,7 +106,12 @@ def target_identity(section: TargetSection) -> dict[str, Any]:
 
 
 def in_precision(fields: dict[str, Any], dtype: object) -> dict[str, Any]:
-    """Return the identity with the target dtype "auto" replaced by the one that the target was loaded in."""
+    """Return an identity with the target dtype "auto" replaced by the one that the target was loaded in.
+
+    Args:
+        fields: The identity.
+        dtype: The dtype of the loaded target, a torch dtype or its name.
+    """
     target = fields.get("target", {})
     if target.get("dtype") != "auto":
         return fields
@@ -118,6 +132,7 @@ def data_identity(recipe: Recipe) -> dict[str, Any]:
         conversations["drop_duplicates"] = True
     if data.images is not None:
         conversations["images"] = images_identity(recipe)
+    # by default the template is the target's own
     target_template = _matching(target.path, target.revision, TEMPLATE)
     return {
         "tokenizer": fingerprint(_matching(target.path, target.revision, TOKENIZER)),
@@ -144,7 +159,8 @@ def images_identity(recipe: Recipe) -> dict[str, str]:
 
 
 def stop_ids(section: TargetSection) -> list[int]:
-    """Return the EOS tokens of a target's generation config; [] without such a file."""
+    """Return the ids of the EOS tokens in a target's generation config; [] without such a file."""
+    # one file at most
     for path in _matching(section.path, section.revision, ("generation_config.json",)):
         try:
             eos = json.loads(path.read_text()).get("eos_token_id")
@@ -169,16 +185,22 @@ def fingerprint(files: Sequence[Path]) -> str:
 
 
 def _digest(lines: list[str]) -> str:
+    """Return the first 16 hex digits of the SHA-256 of these lines."""
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
 def assets_folder(kind: str, name: str) -> Path:
-    """Return a folder for what can be made again, where Hugging Face's libraries keep such things."""
+    """Return a folder for what can be made again, where Hugging Face's libraries keep such things.
+
+    Args:
+        kind: The folder's parent folder, such as "shards".
+        name: The folder's own name.
+    """
     return cached_assets_path("eagle", kind, name)
 
 
 def _checksum(path: Path) -> str:
-    """Return a file's sha256."""
+    """Return a file's SHA-256, in 64 hex digits."""
     # large files of the hub's cache are links to files that are named by their sha256, which has 64 digits
     name = path.resolve().name
     if path.is_symlink() and len(name) == 64:
@@ -189,15 +211,22 @@ def _checksum(path: Path) -> str:
 
 @lru_cache(1024)
 def _sha256_once(path: Path, size: int, changed: int) -> str:
-    """Return the sha256 of a file, read once as long as its size and its time of change are the same.
+    """Return the SHA-256 of a file, read once as long as its size and its time of change are the same.
 
-    A command asks for it twice, for its features and for its tokens.
+    `size` and `changed` serve as keys of the cache alone. A command asks for a file twice, for its features and for its
+    tokens.
     """
     return sha256(path)
 
 
 def _matching(path: str, revision: str | None, patterns: tuple[str, ...]) -> list[Path]:
-    """Return the files of a model that match one of the patterns, in order, each once."""
+    """Return the files of a model that match one of the patterns, in order, each once.
+
+    Args:
+        path: A folder, a hub id or a GGUF file, as in `folder_of`.
+        revision: A branch, tag or commit of the hub id; None for its newest.
+        patterns: Glob patterns of the model's folder.
+    """
     folder = folder_of(path, revision, patterns)
     files: set[Path] = set()
     for pattern in patterns:

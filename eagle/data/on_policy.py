@@ -40,13 +40,14 @@ class OnPolicyFeatures(LiveFeatures):
     conversations are those of the data.
     """
 
-    sampled = True
+    sampled = True  # an example's loss mask is known only once its answer is sampled
 
     def __init__(self, live: LiveFeatures, head: Any) -> None:
         """Take the conversations and the target from `live`, and the draft model from `head`, which is trained."""
         super().__init__(live.target, live.examples, live.identity, live.batch_tokens)
         self.head = head
-        # no thread may load ahead: an answer is sampled with the weights of the step that it is read in
+        # all processes read at once, and no thread loads ahead: an answer is sampled with the weights of the step that
+        # it is read in
         self.together = True
         # the draft model as a target to decode with, made when the first answers are sampled
         self.student: Target | None = None
@@ -57,6 +58,7 @@ class OnPolicyFeatures(LiveFeatures):
             return super().read(indices)
         # the training loop seeds torch in every step, so that the seed identifies the step
         step_seed = mix64(torch.initial_seed())
+        # by example: the tokens before the answer, its most tokens, and its seed
         prompts = []
         limits = []
         samplings = []
@@ -76,13 +78,17 @@ class OnPolicyFeatures(LiveFeatures):
         examples = []
         for prompt, answer in zip(prompts, answers, strict=True):
             tokens = torch.cat([prompt, answer])
+            # the loss mask marks the answer
             examples.append(Example(tokens, torch.arange(len(tokens)) >= len(prompt)))
         answered = LiveFeatures(self.target, examples, self.identity, self.batch_tokens)
         return answered.read(range(len(examples)))
 
 
 def trained_target(model: Any) -> Target:
-    """Return a model as a target, to decode with it while its weights are trained."""
+    """Return a model as a target, to decode with it while its weights are trained.
+
+    Weights that required gradients still do.
+    """
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     target = Target(model)
     # Target freezes its model: let the weights learn again
@@ -110,6 +116,7 @@ def sample_answers(
     # the weights have changed since the last call, so what the target caches of them is wrong
     model.forget()
     prompt_tokens = [prompt.tolist() for prompt in prompts]
+    # a trace has the tokens after a prompt; the model may have room for fewer than the limit
     traces = generate(
         model,
         NoDrafter(),
@@ -122,6 +129,7 @@ def sample_answers(
         ],
         batch_size=len(prompts),
     )
+    # `checked` raises the error of a row that failed
     return [torch.tensor(trace.checked().tokens) for trace in traces]
 
 
@@ -150,8 +158,10 @@ class OwnDrafts:
     conversations are those of the data.
     """
 
-    sampled = True
-    together = True
+    sampled = True  # an example's loss mask may differ from that of the data, and is known once it is read
+    together = (
+        True  # all processes read at once, as the target may be sharded and computes features
+    )
 
     def __init__(
         self, features: Features, target: Target, head: Any, policy: OnPolicySection
@@ -177,11 +187,11 @@ class OwnDrafts:
         return len(self.features)
 
     def mask(self, index: int) -> Tensor:
-        """Return [T], the loss mask of an example of the data."""
+        """Return [T], the loss mask of an example of the data, with its own answers."""
         return self.features.mask(index)
 
     def tokens_and_mask(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return tokens and loss mask of an example of the data."""
+        """Return tokens and loss mask of an example of the data, with its own answers."""
         return self.features.tokens_and_mask(index)
 
     def read(self, indices: Sequence[int]) -> list[Example]:
@@ -195,8 +205,8 @@ class OwnDrafts:
             return self.features.read(indices)
         # training seeds torch before every step, so that the seed identifies the step in all processes
         step_seed = torch.initial_seed()
-        rewritten: dict[int, Example] = {}
-        unchanged = []
+        rewritten: dict[int, Example] = {}  # by index: with the target's new answer
+        unchanged = []  # indices of the others
         # an index may come twice, as `Plan.parts` repeats an example in a part that would be empty: dict.fromkeys keeps
         # each index once, in order
         for index in dict.fromkeys(indices):
@@ -204,7 +214,7 @@ class OwnDrafts:
                 rewritten[index] = self.written[step_seed, index]
             else:
                 unchanged.append(index)
-        examples: dict[int, Example] = {}
+        examples: dict[int, Example] = {}  # by index, with features
         if unchanged:
             examples |= zip(unchanged, self.features.read(unchanged), strict=True)
         if rewritten:
@@ -215,11 +225,14 @@ class OwnDrafts:
     def write(self, steps: Sequence[tuple[int, Sequence[int]]]) -> None:
         """Let the target write new answers for some steps, and drop those of earlier steps.
 
+        `read` returns them, from `self.written`.
+
         Args:
             steps: The seed of each step, and the indices of its examples, of which a share gets a new answer.
         """
-        chosen = []
+        chosen = []  # the (seed, index) of each conversation that gets a new answer
         for seed, indices in steps:
+            # each index once
             for index in dict.fromkeys(indices):
                 # true with the probability `share`
                 if _draw_number((seed, index)) < self.policy.share * 2**64:
@@ -229,7 +242,11 @@ class OwnDrafts:
             self.written = dict(zip(chosen, self._write_answers(chosen), strict=True))
 
     def _write_answers(self, keys: Sequence[Key]) -> list[Example]:
-        """Return the conversations of these keys, each cut at one of its answers, which the target writes anew."""
+        """Return the conversations of these keys, each cut at one of its answers, which the target writes anew.
+
+        A key is the seed of a step, and the index of an example in it. The examples have drafts and no features.
+        """
+        # by key: the tokens before the answer, its most tokens, and how it is sampled
         prompts = []
         limits = []
         samplings = []
@@ -242,25 +259,27 @@ class OwnDrafts:
             samplings.append(
                 Sampling(temperature=self.policy.temperature, seed=seed, request=index)
             )
-        # a chain of fixed length, so that all cycles draft equally many tokens
+        # passes on the head's drafts, and notes them with the target's states
         recorder = Recorder(self._decoding_head(), self.taps)
         traces = generate(
             self.target,
             recorder,
             prompts,
+            # a chain of fixed length, so that all cycles draft equally many tokens
             budget=Budget.fixed(chain_paths(self.policy.depth)),
             sampling=samplings,
             max_new_tokens=limits,
             batch_size=BATCH_SIZE,
         )
         examples = []
+        # `generate` numbers rows as their prompts, and the recorder keeps the record of each
         for row, trace in enumerate(traces):
             prompt = trace.checked().prompt
             examples.append(self._make_example(prompt, trace.tokens, recorder.records[row]))
         return examples
 
     def _decoding_head(self) -> Any:
-        """Return a copy of the head with its present weights, in the target's dtype, ready to draft."""
+        """Return a copy of the head with its present weights, in the target's dtype and on its device, ready to draft."""
         head = in_dtype(copy.deepcopy(self.head).to(self.target.device), self.target.model.dtype)
         # the caller may have changed the target's weights, of which it has cached results
         self.target.forget()
@@ -269,18 +288,25 @@ class OwnDrafts:
     def _make_example(self, prompt: list[int], answer: list[int], record: Record) -> Example:
         """Return a written conversation as a training example, with the drafts that were recorded while it was written.
 
-        The last cycle's draft is missing: a recorder learns what became of a draft when the next one is asked for.
+        The last cycle's draft is missing: a recorder learns what became of a draft when the next one is asked for. All
+        drafts are padded to the same number of tokens, the depth.
+
+        Args:
+            prompt: The tokens before the answer.
+            answer: The tokens that the target wrote.
+            record: The drafts of its decoding cycles.
         """
         tokens = torch.tensor(prompt + answer)
         mask = torch.arange(len(tokens)) >= len(prompt)
         cycles = record.cycles
+        # a short answer may have ended in its first cycle
         if not cycles:
             return Example(tokens, mask)
         depth = self.policy.depth
         stop_tokens = set(self.target.stop_tokens)
         padding = torch.zeros(depth, dtype=torch.long)
-        drafted = []
-        draft_tokens = []
+        drafted = []  # of each cycle: the number of drafted tokens
+        draft_tokens = []  # of each cycle: [depth], padded with zeros
         for cycle in cycles:
             draft = cycle.tokens.tolist()
             # what follows a stop token is no draft to learn from
@@ -304,11 +330,11 @@ class OwnDrafts:
 
 @dataclass(frozen=True, slots=True)
 class DraftedCycle:
-    """A chain that was drafted, and how far the target accepted it."""
+    """A chain of K tokens that was drafted, and how far the target accepted it."""
 
     slot: int  # the index in the sequence whose next token is the draft's root
     tokens: Tensor  # [K], without the root
-    states: Tensor  # [K, L, D], the target's states after each
+    states: Tensor  # [K, L, D], the target's states after each, at L taps
     accepted: int  # how many tokens the target accepted
 
 
@@ -328,18 +354,18 @@ class Recorder(Drafter):
         self.drafter = drafter
         # the taps to record come first, then those that only the drafter reads
         self.taps = tuple(dict.fromkeys((*taps, *drafter.taps)))
-        self.recorded_taps = len(taps)
+        self.recorded_taps = len(taps)  # so many of `self.taps` are recorded, from the first
         # asks the loop for the target's states after each node of a tree
         self.reads = replace(drafter.reads, states=True)
         self.rates_nodes = drafter.rates_nodes
-        self.records: dict[int, Record] = {}
+        self.records: dict[int, Record] = {}  # by row; they stay when a row ends
 
     def open(self) -> RecorderState:
         """Return the state for several sequences that are drafted together."""
         return RecorderState(self, self.drafter.open())
 
     def open_with(self, texts: Any) -> RecorderState:
-        """Return the state for several sequences, with access to the target's cache rows."""
+        """Return the state for several sequences; the wrapped drafter gets `texts`, the rows of the target's KV cache."""
         return RecorderState(self, self.drafter.open_with(texts))
 
     def bind_target(self, view: Any) -> None:
@@ -362,11 +388,16 @@ class RecorderState:
     def propose(
         self, updates: Mapping[int, Committed], budgets: Mapping[int, Budget]
     ) -> dict[int, DraftTree]:
-        """Record how far the target accepted the last trees, and return the wrapped drafter's next ones."""
+        """Record how far the target accepted the last trees, and return the wrapped drafter's next ones.
+
+        Args:
+            updates: By row, what the target has committed since the last call, with its states at all taps.
+            budgets: By row, the limits on its tree.
+        """
         drafter_taps = self.recorder.drafter.taps
         # where the wrapped drafter's taps are among all taps
         columns = [self.recorder.taps.index(tap) for tap in drafter_taps]
-        passed_on = {}
+        passed_on = {}  # by row: the update with what the wrapped drafter reads
         for row, update in updates.items():
             self._record(self.recorder.records[row], update)
             features = None
@@ -413,7 +444,7 @@ def _draw_number(key: Key) -> int:
 
 
 def _pad_states(states: Tensor, depth: int) -> Tensor:
-    """Return the states [K, L, D] of a draft padded to [depth, L, D] by repeating the last one."""
+    """Return the states [K, L, D] of a draft of K tokens at L taps, padded to [depth, L, D] by repeating the last one."""
     # padding with zeros would give NaN gradients, as a norm of zeros has none
     padding = states[-1:].expand(depth, *states.shape[1:])
     return torch.cat([states, padding])[:depth]

@@ -242,7 +242,7 @@ class DraftModel(TrainableDrafter):
         return level_rows(budget)
 
     def unread(self, accepted: int, depth: int) -> int:
-        """Return how many tokens the next draft's first forward reads: the root, and an accepted node of the last level.
+        """Return how many tokens the next draft's first forward reads: the root, and an accepted node of the last one.
 
         Accepted nodes of other levels were read when they were drafted; those of the last level are not.
 

@@ -206,7 +206,7 @@ def _compare_code(registered: type[Any], text: bytes, folder: Path, kind: str) -
         kind: The method's name.
     """
     module = sys.modules.get(registered.__module__)
-    # `_run` sets `__code_text__`, and `admit` sets `__head__`, the head's folder that the code was read from. The method
+    # `_run` sets `__code_text__`, and `admit` sets `__head__`, the head's folder that the code was read from. A method
     # of an installed package has no saved text, and is accepted.
     loaded = getattr(module, "__code_text__", text)
     if loaded == text:
