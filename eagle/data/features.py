@@ -168,8 +168,8 @@ def _compute_states(
 def can_reuse_prefixes(target: Target) -> bool:
     """Return whether `read_reusing_prefixes` gives the states of plain forwards, up to rounding, and saves time.
 
-    It saves nothing with recurrent layers: their state can be taken up only where an earlier sequence ended. A target
-    that is sharded over several devices is read without it, too.
+    It saves nothing with recurrent layers: their state can be taken up only where an earlier sequence ended. A sharded
+    target, whose weights no process holds whole, is read without it, too.
     """
     try:
         with target.lock:
@@ -271,7 +271,7 @@ class LiveFeatures:
     def read(self, indices: Sequence[int]) -> list[Example]:
         """Return the examples at these indices, with features [T, L, D]: the target's states of T tokens at L taps.
 
-        They are packed and unpacked as in a store, so that they have the same rounding, and are NaN where it keeps none.
+        They are packed and unpacked as in a store, so that they have its rounding, and are NaN where it keeps none.
         """
         examples = [self.examples[index] for index in indices]
         lengths = [len(example.tokens) for example in examples]

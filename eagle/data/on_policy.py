@@ -46,8 +46,7 @@ class OnPolicyFeatures(LiveFeatures):
         """Take the conversations and the target from `live`, and the draft model from `head`, which is trained."""
         super().__init__(live.target, live.examples, live.identity, live.batch_tokens)
         self.head = head
-        # all processes read at once, and no thread loads ahead: an answer is sampled with the weights of the step that
-        # it is read in
+        # no thread may load ahead: an answer is sampled with the weights of the step that it is read in
         self.together = True
         # the draft model as a target to decode with, made when the first answers are sampled
         self.student: Target | None = None
@@ -159,9 +158,8 @@ class OwnDrafts:
     """
 
     sampled = True  # an example's loss mask may differ from that of the data, and is known once it is read
-    together = (
-        True  # all processes read at once, as the target may be sharded and computes features
-    )
+    # nothing may be loaded ahead: `read` finds a step's answers by torch's seed
+    together = True
 
     def __init__(
         self, features: Features, target: Target, head: Any, policy: OnPolicySection
@@ -279,7 +277,7 @@ class OwnDrafts:
         return examples
 
     def _decoding_head(self) -> Any:
-        """Return a copy of the head with its present weights, in the target's dtype and on its device, ready to draft."""
+        """Return a copy of the head with its present weights, in the target's dtype and on its device, bound to it."""
         head = in_dtype(copy.deepcopy(self.head).to(self.target.device), self.target.model.dtype)
         # the caller may have changed the target's weights, of which it has cached results
         self.target.forget()
@@ -365,7 +363,7 @@ class Recorder(Drafter):
         return RecorderState(self, self.drafter.open())
 
     def open_with(self, texts: Any) -> RecorderState:
-        """Return the state for several sequences; the wrapped drafter gets `texts`, the rows of the target's KV cache."""
+        """Return the state for several sequences, with access to `texts`, the rows of the target's KV cache."""
         return RecorderState(self, self.drafter.open_with(texts))
 
     def bind_target(self, view: Any) -> None:
@@ -444,7 +442,7 @@ def _draw_number(key: Key) -> int:
 
 
 def _pad_states(states: Tensor, depth: int) -> Tensor:
-    """Return the states [K, L, D] of a draft of K tokens at L taps, padded to [depth, L, D] by repeating the last one."""
+    """Return the states [K, L, D] of K draft tokens at L taps, padded to [depth, L, D] by repeating the last one."""
     # padding with zeros would give NaN gradients, as a norm of zeros has none
     padding = states[-1:].expand(depth, *states.shape[1:])
     return torch.cat([states, padding])[:depth]

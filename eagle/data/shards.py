@@ -31,7 +31,7 @@ ShardPlan = Sequence[list[list[int]]]
 def make_batches(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
     """Return the indices of examples in batches, longest first, for forwards of at most `batch_tokens` tokens.
 
-    Padding counts. An example that is longer than that has a batch for itself.
+    Padding counts. An example that is longer than that has a batch for itself. `lengths` are the examples' tokens.
     """
     batches: list[list[int]] = []
     longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
@@ -76,12 +76,12 @@ def plan_shards(
     """
     shared = shared or [0] * len(lengths)
     groups = group_sequences(shared)
-    # of each group, the tokens that are read: shared ones only once
+    # of each group, the tokens that are read: shared ones only once; a batch is made of whole groups
     new_tokens = [0] * len(groups)
     for i, group in enumerate(groups):
         new_tokens[i] = sum(lengths[index] - shared[index] for index in group)
     shards: list[list[list[int]]] = []
-    # the tokens in the last shard; the first batch begins a shard
+    # the tokens in the last shard; it counts as full at first, so that the first batch begins a shard
     filled = shard_tokens
     for group_indices in make_batches(new_tokens, batch_tokens):
         batch = list(chain.from_iterable(groups[i] for i in group_indices))
@@ -105,7 +105,7 @@ class StoredPlan(Sequence[list[list[int]]]):
     def __init__(self, order: Tensor, batch_sizes: Tensor, shard_batches: Tensor) -> None:
         self.order = order
         self.batch_sizes = batch_sizes
-        # where each shard ends among all batches, and in `order`
+        # [shards] each: where each shard ends among all batches, and in `order`
         self.batch_ends = shard_batches.cumsum(0)
         self.ends = batch_sizes.cumsum(0)[self.batch_ends - 1]
 
@@ -127,6 +127,7 @@ class StoredPlan(Sequence[list[list[int]]]):
         if not -len(self) <= shard < len(self):
             raise IndexError(shard)
         shard %= len(self)
+        # of this shard: its first batch among all batches, and its first example in `order`
         first_batch = 0
         first = 0
         if shard:
@@ -139,7 +140,7 @@ class StoredPlan(Sequence[list[list[int]]]):
 
     @property
     def shards(self) -> Tensor:
-        """Return [N], the index of each example's shard."""
+        """Return [N], the index of the shard of each of N examples, in the data's order."""
         sizes = _sizes_of(self.ends)
         # examples lie in `order` shard by shard: write each shard's index to the examples that it holds
         shards = torch.empty(len(self.order), dtype=torch.int32)
@@ -147,7 +148,9 @@ class StoredPlan(Sequence[list[list[int]]]):
         return shards
 
     def place_rows(self, counts: Tensor) -> tuple[Tensor, list[int]]:
-        """Return [N], the first row of each example within its shard, and the number of rows of every shard.
+        """Return [N], the first row of each of N examples within its shard, and the number of rows of every shard.
+
+        A row is the states at one slot (token) of an example.
 
         Args:
             counts: [N], how many rows each example has. In a shard they lie one after the other, in the plan's order.
@@ -155,8 +158,10 @@ class StoredPlan(Sequence[list[list[int]]]):
         # all in the plan's order: where each example's rows end among those of all shards
         ordered_counts = counts[self.order]
         ends = ordered_counts.long().cumsum(0)
+        # [shards]: where each shard's rows end among those of all shards
         shard_ends = ends[self.ends - 1]
         shard_rows = _sizes_of(shard_ends)
+        # [N]: where the rows of each example's shard start
         shard_starts = (shard_ends - shard_rows)[self.shards[self.order]]
         # back to the data's order
         starts = torch.empty(len(self.order), dtype=torch.int32)
@@ -165,11 +170,14 @@ class StoredPlan(Sequence[list[list[int]]]):
 
 
 def _sizes_of(ends: Tensor) -> Tensor:
+    """Return the sizes of consecutive pieces, given where each of them ends."""
     return ends.diff(prepend=ends.new_zeros(1))
 
 
 class RowPlaces:
     """Where in its shard the rows of each sequence are. Rows of a shared prefix are those of an earlier sequence.
+
+    A row is the states at one slot (token) of a sequence.
 
     Args:
         plan: The plan of the store.
@@ -180,6 +188,7 @@ class RowPlaces:
     def __init__(self, plan: StoredPlan, counts: Tensor, shared: Tensor) -> None:
         self.counts = counts
         self.shared = shared
+        # [N], the first row in its shard that each sequence stores itself; and the number of rows of every shard
         self.starts, self.totals = plan.place_rows(counts - shared)
 
     def __getitem__(self, index: int) -> list[tuple[int, int]]:
@@ -190,11 +199,14 @@ class RowPlaces:
         # from the sequence itself back to one that shares nothing with the sequence before it
         while True:
             shared = int(self.shared[index])
-            # this sequence stores the rows from `shared` on
+            # This sequence stores its rows from `shared` on, and of those that are looked for none if it shares all of
+            # them. If nothing is shared, a piece is made even if it has no rows.
             if shared < end or not shared:
+                # what to add to an index in the sequence for an index in the shard
                 offset = int(self.starts[index]) - shared
                 pieces.append((offset + shared, offset + end))
                 end = shared
+            # found from the last rows to the first
             if not shared:
                 return pieces[::-1]
             index -= 1
@@ -213,12 +225,13 @@ def shard_header(
     """Return the safetensors header of a shard. It follows from the shapes, so it can be written before the tensors.
 
     Args:
-        parts: The parts of the store.
-        rows: How many rows each part has in this shard.
+        parts: The parts of the store: sets of taps (layer inputs), each kept at the same slots.
+        rows: How many rows, the states at one slot, each part has in this shard.
         dtype: The storage dtype, one of `DTYPES`.
         width: The width of the target, the length of a state vector.
         metadata: Further entries of the header, strings by name.
     """
+    # by name: the header's name of the dtype, the shape, and the bytes of an entry
     tensors = {}
     for part, count in zip(parts, rows, strict=True):
         for field in DTYPES[dtype]:
@@ -237,7 +250,7 @@ def tensor_header(
         metadata: Further entries of the header, strings by name.
     """
     entries: dict[str, Any] = {"__metadata__": metadata}
-    start = 0
+    start = 0  # the tensor's first byte after the header
     for name, (code, shape, entry_bytes) in tensors.items():
         end = start + math.prod(shape) * entry_bytes
         entries[name] = {"dtype": code, "shape": shape, "data_offsets": [start, end]}
@@ -259,12 +272,14 @@ def write_examples(
         count: The number of tokens of all examples.
         tensors: The tensors that come first, by name.
     """
+    # as `tensor_header` takes them
     shapes = {
         name: (CODES[tensor.dtype], list(tensor.shape), tensor.itemsize)
         for name, tensor in tensors.items()
     }
     # every tensor begins at a multiple of its entry's bytes: tokens (four bytes) after the others, masks (one) last
     shapes |= {"tokens": ("I32", [count], 4), "loss_mask": ("BOOL", [count], 1)}
+    # generators, which read one example after the other while the file is written
     tokens = (example.tokens.int() for example in examples)
     masks = (example.loss_mask for example in examples)
     content = map(_bytes_of, chain(tensors.values(), tokens, masks))
@@ -281,6 +296,7 @@ def pack_shown(conversations: Iterable[Shown | None]) -> dict[str, Tensor]:
     Returns:
         The tensors "shown" and "shown_ends" of a store's file; {} if no example has images.
     """
+    # of each example: its conversation in JSON, or nothing
     lines = [
         json.dumps([shown.text, shown.images]).encode() if shown else b"" for shown in conversations
     ]
@@ -294,10 +310,17 @@ def pack_shown(conversations: Iterable[Shown | None]) -> dict[str, Tensor]:
 
 
 def unpack_shown(tensors: Mapping[str, Tensor], number: int) -> Shown | None:
-    """Return the conversation with images of example `number` from what `pack_shown` packed; None if it has none."""
+    """Return the conversation with images of an example from what `pack_shown` packed; None if it has no images.
+
+    Args:
+        tensors: The tensors of a store's file, by name.
+        number: The index of the example in the data.
+    """
+    # no example of the store has images
     if "shown" not in tensors:
         return None
     ends = tensors["shown_ends"]
+    # its first byte and the byte after its last
     start = int(ends[number - 1]) if number else 0
     end = int(ends[number])
     # an example without images takes no bytes
@@ -316,8 +339,8 @@ class ShardWriter:
     def __init__(self, path: Path, header: bytes) -> None:
         """Begin the file of a shard under a temporary name, with its safetensors header."""
         self.path = path
-        self.part = part_file(path)
-        self.digest = hashlib.sha256()
+        self.part = part_file(path)  # the temporary name
+        self.digest = hashlib.sha256()  # of all that is written
         # Of every tensor but the first, the chunks that were appended. They wait in memory until the shard is closed,
         # as tensors lie one after the other in the file.
         self.pending: list[list[Tensor]] = []
@@ -325,7 +348,12 @@ class ShardWriter:
         self._write(header)
 
     def append(self, packed: Sequence[Sequence[Tensor]]) -> None:
-        """Append the packed rows of the next examples: the tensors of each part, whose fields the dtype decides."""
+        """Append the packed rows of the next examples; states that are not finite are refused.
+
+        Args:
+            packed: For each part of the store its tensors, one for each field of the storage dtype, such as numbers and
+                scales. Those of the next call follow them, so examples come in the order of the plan.
+        """
         # a state that is not finite shows in the last tensor of its part, which holds the scales if the dtype has any
         if not all(tensors[-1].sum(dtype=torch.float32).isfinite() for tensors in packed):
             raise ValueError(
@@ -333,6 +361,7 @@ class ShardWriter:
             )
         first, *others = chain.from_iterable(packed)
         self._write(_bytes_of(first))
+        # at the first call the number of tensors becomes known
         if not self.pending:
             self.pending = [[] for _ in others]
         for chunks, tensor in zip(self.pending, others, strict=True):
@@ -348,6 +377,7 @@ class ShardWriter:
         for tensor in chain.from_iterable(self.pending):
             self._write(_bytes_of(tensor))
         self.pending.clear()
+        # the bytes must be on the disk before the name is
         os.fsync(self.file.fileno())
         self.file.close()
         os.replace(self.part, self.path)
@@ -357,7 +387,7 @@ class ShardWriter:
         return 0
 
     def discard(self) -> None:
-        """Remove a shard that was not closed."""
+        """Remove the temporary file of a shard that was not closed; one that was closed stays."""
         self.file.close()
         self.part.unlink(missing_ok=True)
 
@@ -372,6 +402,7 @@ class ShardWriter:
 
 
 def _bytes_of(tensor: Tensor) -> Any:
+    """Return the bytes of a tensor on the host, as a buffer that shares its memory."""
     return tensor.contiguous().view(torch.uint8).numpy().data
 
 
@@ -381,7 +412,7 @@ CHANGED = "its bytes are not those that were written"
 
 
 def shard_fault(path: Path, header: bytes, size: int, *, read: bool) -> str | None:
-    """Return the fault of a shard as a phrase, or None.
+    """Return the fault of a shard's file as a phrase, None if it has none. Cheap checks come first.
 
     Args:
         path: The shard.
@@ -395,6 +426,7 @@ def shard_fault(path: Path, header: bytes, size: int, *, read: bool) -> str | No
         return f"truncated: {path.stat().st_size} of {size} bytes"
     if not checksum_file(path).is_file():
         return "without checksum"
+    # the SHA-256 in 64 hex digits, and the name of the file
     checksum = checksum_file(path).read_bytes().split()
     if len(checksum) != 2 or len(checksum[0]) != 64 or checksum[1] != path.name.encode():
         return f"{checksum_file(path).name} is damaged"
@@ -415,6 +447,7 @@ def changed_bytes(path: Path) -> str | None:
     state = path.stat()
     checksum = checksum_file(path).read_text().split()[0]
     content = f"{checksum} {state.st_size} {state.st_mtime_ns} {state.st_ino}"
+    # a note is named by its shard's path
     name = hashlib.sha256(str(path.resolve()).encode(errors="surrogateescape")).hexdigest()[:32]
     # if the cache cannot be read or written, the shard is read in every run
     with suppress(OSError):

@@ -74,6 +74,7 @@ def _read_index(path: Path) -> dict[str, Any]:
 
 def _check_index(index: dict[str, Any]) -> None:
     """Raise an error of any kind, which the caller reports, if a field of an index is missing or has a wrong value."""
+    # a field that is missing raises a KeyError
     identity = index["identity"]
     if identity["dtype"] not in DTYPES:
         raise ValueError(f"dtype is {identity['dtype']!r}")
@@ -93,7 +94,7 @@ class FeatureStore:
     The folder may also hold the target's embedding and LM head: `head.safetensors` and `config.json`.
     """
 
-    # a process reads by itself, and the loss masks are those of the data: see `eagle.core.examples.Features`
+    # a process reads without the others, and the loss masks are those of the data: see `eagle.core.examples.Features`
     together = False
     sampled = False
 
@@ -155,13 +156,15 @@ class FeatureStore:
         sizes = sizes or SequenceSizes.of(
             (example.loss_mask, example.shared) for example in examples
         )
+        # [N], the tokens of each of N examples
         lengths = sizes.tokens.long()
         token_count = int(lengths.sum())
         plan_tensors = StoredPlan.tensors_of(plan)
         tensors = {"lengths": lengths, **plan_tensors}
         if "images" in identity.get("data", {}):
             tensors |= pack_shown(example.shown for example in examples)
-        # an identity without `inputs` makes a store of the first version, which keeps all slots
+        # An identity without `inputs` makes a store of the first version, which keeps all slots. Others note how many
+        # slots of each example are kept for taps that heads read, for taps that teach, and shared with the one before.
         if "inputs" in identity:
             tensors |= {"read": sizes.read, "taught": sizes.teacher, "shared": sizes.shared}
         path = folder / "examples.safetensors"
@@ -170,6 +173,7 @@ class FeatureStore:
             **({"version": VERSION} if "inputs" in identity else {}),
             "identity": identity,
             "examples": {"count": len(lengths), "tokens": token_count, "sha256": sha256(path)},
+            # the tokens of every shard
             "shard_tokens": StoredPlan(**plan_tensors).place_rows(lengths)[1],
             "made": {"torch": torch.__version__, "machine": platform.machine(), **made},
         }
@@ -201,9 +205,11 @@ class FeatureStore:
         return self.folder if files else None
 
     def __len__(self) -> int:
+        """Return the number of examples in complete shards."""
         return len(self.served)
 
     def __getitem__(self, index: int) -> Example:
+        """Return an example of the complete shards, with its features."""
         return self._read(self.number(index))
 
     def read(self, indices: Sequence[int]) -> list[Example]:
@@ -213,7 +219,7 @@ class FeatureStore:
     def _read(self, number: int) -> Example:
         """Return an example with its features, by its index in the data."""
         tokens, mask = self.tokens_and_mask(number)
-        packed = []
+        packed = []  # of each part (taps kept at the same slots): a tensor for each field of the dtype
         with safe_open(self._checked_path(int(self.shards[number])), "pt") as file:
             for part in self.parts:
                 tensors = []
@@ -227,7 +233,10 @@ class FeatureStore:
         return Example(tokens, mask, features, shown=self.shown(number))
 
     def verify(self, shards: Iterable[int]) -> Iterator[Path]:
-        """Verify every byte of these shards and yield each file once it is verified; raise Damaged at a fault."""
+        """Verify every byte of these shards and yield each file once it is verified; raise Damaged at a fault.
+
+        Nothing is verified until the caller iterates.
+        """
         return map(self._checked_path, shards)
 
     def _checked_path(self, shard: int) -> Path:
@@ -251,11 +260,12 @@ class FeatureStore:
         return int(self.served[index])
 
     def mask(self, index: int) -> Tensor:
-        """Return [T], the loss mask of an example."""
+        """Return [T], the loss mask of an example of T tokens, by its index in this store."""
         return self.tokens_and_mask(self.number(index))[1]
 
     def tokens_and_mask(self, number: int) -> tuple[Tensor, Tensor]:
-        """Return tokens and loss mask of an example, by its number in the data."""
+        """Return tokens and loss mask [T] of an example of T tokens, by its index in the data."""
+        # the tokens of all examples lie one after the other
         end = int(self.ends[number])
         start = end - int(self.lengths[number])
         return self.tokens[start:end].long(), self.loss_mask[start:end]
@@ -272,7 +282,7 @@ class FeatureStore:
             yield shard, shard_fault(self.path(shard), header, size, read=read)
 
     def refresh(self) -> None:
-        """Check again which shards are complete, and serve the examples of these."""
+        """Check again which shards are complete, and serve the examples of these; their bytes are not read."""
         self.serve_all_but({shard: fault for shard, fault in self.faults() if fault})
 
     def describe_absent(self) -> str:
@@ -285,10 +295,10 @@ class FeatureStore:
         return f"{len(faults)} of {len(self.plan)} shards in {self.folder} are not whole: {listed}"
 
     def serve_all_but(self, absent: dict[int, str]) -> None:
-        """Serve the examples of all shards but some, in the data's order.
+        """Serve the examples of all shards but some, in the data's order; the store's indices count these alone.
 
         Args:
-            absent: The fault of each shard that is left out.
+            absent: By shard that is left out, its fault.
         """
         self.absent = absent
         # the index in the data of each example that is served
@@ -307,12 +317,13 @@ class FeatureStore:
         self.refresh()
 
     def writer(self, shard: int) -> ShardWriter:
-        """Return a writer of a shard, which takes its examples in the order of the plan."""
+        """Return a writer of a shard, which begins its file and takes its examples in the order of the plan."""
         return ShardWriter(self.path(shard), self._header(shard))
 
     def shard_bytes(self, shard: int) -> int:
         """Return the bytes of a shard's states, without its header."""
         total = 0
+        # rows times bytes of a row, for each set of taps that are kept at the same slots
         for part in self.parts:
             total += self.places[part.slots].totals[shard] * row_bytes(part, self.dtype, self.width)
         return total
@@ -341,9 +352,10 @@ class FeatureStore:
         return table(rows.items())
 
     def _header(self, shard: int) -> bytes:
-        """Return the header that a shard's file begins with."""
+        """Return the safetensors header that a shard's file begins with, which follows from the plan alone."""
         # the fingerprint is in it so that a shard of another store is refused
         metadata = {"store": self._fingerprint, "shard": str(shard)}
+        # of each set of taps that are kept at the same slots
         rows = [self.places[part.slots].totals[shard] for part in self.parts]
         return shard_header(self.parts, rows, self.dtype, width=self.width, metadata=metadata)
 
@@ -354,7 +366,7 @@ class FeatureStore:
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def _check_file(self, name: str, checksum: str) -> Path:
-        """Return the path of a file of this store; raises Damaged if its checksum differs."""
+        """Return the path of a file of this store, by its name; raise Damaged if its SHA-256 is not `checksum`."""
         path = self.folder / name
         if not path.is_file() or sha256(path) != checksum:
             raise Damaged(
@@ -363,23 +375,31 @@ class FeatureStore:
         return path
 
     def _load_examples(self) -> None:
-        """Open the examples and the plan of the shards. They stay on the disk: safetensors maps tensors into memory."""
+        """Set the attributes for the examples and the plan of the shards, from `examples.safetensors`.
+
+        Tokens and loss masks stay on the disk: safetensors maps tensors into memory.
+        """
         path = self._check_file("examples.safetensors", self.index["examples"]["sha256"])
         with safe_open(path, "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no dict
+        # of all examples, one after the other
         self.tokens = tensors["tokens"]
         self.loss_mask = tensors["loss_mask"]
+        # of each example: its number of tokens, and where they end among all tokens
         self.lengths = tensors["lengths"]
         self.ends = self.lengths.cumsum(0)
         # a method: the conversation with images of an example, by its index in the data
         self.shown = partial(unpack_shown, tensors)
         self.plan = StoredPlan(tensors["order"], tensors["batch_sizes"], tensors["shard_batches"])
-        self.shards = self.plan.shards
+        self.shards = self.plan.shards  # of each example
         # one zero for all examples, which takes no memory; older stores share nothing
         nothing = torch.zeros(1, dtype=torch.int32).expand(len(self.lengths))
+        # of each example: how many of its first rows the example before it stores
         self.shared = tensors.get("shared", nothing)
+        # by the slots that are kept ("all", "read", "taught"): where in its shard the rows of each example are
         self.places: dict[str, RowPlaces] = {}
         for part in self.parts:
+            # of each example: how many rows it has
             counts = self.lengths if part.slots == "all" else tensors[part.slots]
             # only "read" parts share rows of common prefixes
             shared = self.shared if part.slots == "read" else nothing

@@ -25,13 +25,14 @@ two before each learned token, at which the target teaches it."""
 
 
 def _sort_taps(taps: Iterable[int]) -> tuple[int, ...]:
+    """Return taps, indices of the target's layers whose inputs are read, in order and each once."""
     # -1, the LM head's input, comes after the last layer
     return tuple(sorted({*taps}, key=lambda tap: (tap == -1, tap)))
 
 
 @dataclass(frozen=True, slots=True)
 class TapRoles:
-    """The taps that training needs of a target."""
+    """The taps that training needs of a target: indices of the layers whose inputs it reads, -1 for the LM head's."""
 
     inputs: tuple[int, ...]  # at every slot, as the head reads them
     # at the slots before learned tokens alone, as the head learns from them
@@ -63,13 +64,17 @@ class Part:
 
 
 def parts_of(identity: Mapping[str, Any]) -> tuple[Part, ...]:
-    """Return the parts of a store with this identity: taps at every slot, and taps before learned tokens."""
+    """Return the parts of a store with this identity: taps (layer inputs) at every slot, and before learned tokens.
+
+    A part without taps is left out.
+    """
     taps = tuple(identity["taps"])
     # stores of the first version have no key `inputs`, and keep all taps of all tokens
     if "inputs" not in identity:
         return (Part("", taps, "all"),)
     inputs = tuple(tap for tap in taps if tap in identity["inputs"])
     teacher = tuple(tap for tap in taps if tap not in identity["inputs"])
+    # each with the prefix of its tensors' names
     parts = [Part("", inputs, "read"), Part("taught_", teacher, "taught")]
     return tuple(part for part in parts if part.taps)
 
@@ -88,6 +93,7 @@ def slots_of(loss_mask: Tensor, slots: Slots) -> Tensor:
     """
     if slots == "all":
         return torch.arange(len(loss_mask))
+    # up to the last learned token, without the first two, which no slot predicts
     learned = trim_mask(loss_mask | gate_mask(loss_mask, "read"))
     if slots == "read":
         return torch.arange(len(learned))
@@ -121,11 +127,15 @@ class SequenceSizes:
             read = len(slots_of(loss_mask, "read"))
             teacher = len(slots_of(loss_mask, "taught"))
             # only slots that both sequences keep are shared
+            # in the order of the fields
             sizes.extend((len(loss_mask), read, teacher, min(shared, previous_read, read)))
         return cls(*(torch.tensor(sizes[field::4], dtype=torch.int32) for field in range(4)))
 
     def rows(self, slots: Slots) -> Tensor:
-        """Return [N], how many rows a store keeps for each sequence, without those that the one before has."""
+        """Return [N], how many rows a store keeps for each of N sequences, without those that the one before has.
+
+        A row is the states at one slot, and `slots` says which slots are kept.
+        """
         return {"all": self.tokens, "read": self.read - self.shared, "taught": self.teacher}[slots]
 
 
@@ -137,17 +147,19 @@ def pick_rows(
     loss_masks: Sequence[Tensor],
     shared: Sequence[int],
 ) -> Tensor:
-    """Return the rows [N, L', D] that a store keeps of a part, those of one sequence after those of another.
+    """Return the N rows [N, L', D] that a store keeps of a part, those of one sequence after those of another.
+
+    A row is the states, of width D, at one slot (token).
 
     Args:
-        states: [M, L, D], the states of all sequences.
+        states: [M, L, D], the states of all sequences at M positions, which may include padding.
         starts: The index in `states` at which each sequence begins.
         taps: The L taps of `states`.
         part: The L' taps to pick, and at which slots.
-        loss_masks: [T] of each sequence.
+        loss_masks: [T] of each sequence of T tokens.
         shared: How many of its first tokens each sequence shares with the one before it, which has their rows.
     """
-    rows = []
+    rows = []  # of each sequence: the indices in `states` of the rows that are kept
     for start, loss_mask, shared_count in zip(starts, loss_masks, shared, strict=True):
         slots = slots_of(loss_mask, part.slots)
         # only "read" parts share the rows of common prefixes
@@ -155,6 +167,7 @@ def pick_rows(
             slots = slots[shared_count:]
         rows.append(start + slots)
     picked = states.index_select(0, upload(torch.cat(rows), states.device))
+    # no copy if all taps are kept
     if part.taps == tuple(taps):
         return picked
     return torch.stack([picked[:, taps.index(tap)] for tap in part.taps], dim=1)
@@ -168,13 +181,15 @@ def restore_features(
 ) -> list[Tensor]:
     """Return the features [T, L, D] of each sequence from the rows of a store; NaN where the store keeps none.
 
+    They are the target's states, of width D, of its T tokens at L taps.
+
     Args:
-        parts: The parts of the store.
+        parts: The parts of the store: sets of taps (layer inputs), each kept at the same slots.
         packed: Of each part, the packed rows of these sequences, one tensor for each field of the storage dtype.
         taps: The L taps of the features, in order.
-        loss_masks: [T] of each sequence.
+        loss_masks: [T] of each sequence, which decide at which slots it has rows.
     """
-    # of each part [N, L', D]
+    # of each part [N, L', D], with N rows of all sequences and L' taps
     values = [unpack_features(*tensors) for tensors in packed]
     lengths = [len(loss_mask) for loss_mask in loss_masks]
     # a store of the first version keeps everything
@@ -190,6 +205,7 @@ def restore_features(
             features, slots, rows_by_sequence, strict=True
         ):
             index = upload(sequence_slots, sequence_features.device)
+            # written into the features in place, tap by tap
             for tap, states in zip(part.taps, sequence_rows.unbind(1), strict=True):
                 sequence_features[:, taps.index(tap)].index_copy_(0, index, states)
     return features
@@ -217,12 +233,13 @@ class Field(NamedTuple):
 
     def shape(self, rows: int, taps: int, width: int) -> list[int]:
         """Return the shape of this tensor for `rows` rows of `taps` states, each of `width` numbers."""
+        # one entry for each state
         if self.per is None:
             return [rows, taps]
         return [rows, taps, width * self.entries // self.per]
 
     def row_bytes(self, taps: int, width: int) -> int:
-        """Return the bytes of a row."""
+        """Return the bytes of a row: `taps` states, each of `width` numbers."""
         return math.prod(self.shape(1, taps, width)) * self.dtype.itemsize
 
 
@@ -248,18 +265,27 @@ def token_bytes(parts: Iterable[Part], dtype: str, width: int, supervised: float
     """Estimate the bytes on disk of a token, for forecasts that know no data.
 
     Args:
-        parts: The parts of the store.
-        dtype: The storage dtype.
-        width: The target's width.
+        parts: The parts of the store: sets of taps (layer inputs), each kept at the same slots.
+        dtype: The storage dtype, one of `DTYPES`.
+        width: The target's width, the numbers of a state.
         supervised: The share of tokens that are supervised. The last token of a sequence is taken to be one of them.
     """
+    # by the slots that are kept: the rows for each token
     shares = {"all": 1.0, "read": 1.0, "taught": supervised}
     return sum(row_bytes(part, dtype, width) * shares[part.slots] for part in parts)
 
 
 def mean_bytes(parts: Sequence[Part], dtype: str, width: int, sizes: SequenceSizes) -> float:
-    """Return the mean bytes on disk of a token of sequences with these sizes."""
+    """Return the mean bytes on disk of a token of sequences with these sizes.
+
+    Args:
+        parts: The parts of the store: sets of taps (layer inputs), each kept at the same slots.
+        dtype: The storage dtype, one of `DTYPES`.
+        width: The target's width, the numbers of a state.
+        sizes: How many tokens and rows each sequence has.
+    """
     total = sum(row_bytes(part, dtype, width) * int(sizes.rows(part.slots).sum()) for part in parts)
+    # no sequences have no tokens
     return total / max(int(sizes.tokens.sum()), 1)
 
 
@@ -278,13 +304,14 @@ def round_features(features: Tensor, dtype: str) -> Tensor:
 
 
 def pack_features(features: Tensor, dtype: str) -> tuple[Tensor, ...]:
-    """Return features [.., D] in a storage dtype, as one tensor for each of its fields (`DTYPES`).
+    """Return features [.., D], states of width D, in a storage dtype: one tensor for each of its fields (`DTYPES`).
 
     float8 is E4M3 with a scale for each state. float6 is E2M3 with a scale for each block of numbers, which is itself
     E4M3 with a scale for the whole state.
     """
     if dtype == "float8":
-        # [..]; clamped, so that a state of zeros is not divided by 0
+        # [..], the scales by which the largest number of each state becomes the largest of E4M3; clamped, so that a
+        # state of zeros is not divided by 0
         scales = (features.abs().amax(-1).float() / MAX_FLOAT8).clamp_min(TINY)
         return (features / scales[..., None]).to(torch.float8_e4m3fn), scales
     if dtype == "float6":
@@ -307,7 +334,8 @@ def unpack_features(values: Tensor, *scales: Tensor) -> Tensor:
 def _pack_float6(features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return packed numbers [.., 3/4 D], the scales of blocks [.., D / BLOCK], and those of whole states [..].
 
-    A number is E2M3, times its block's scale, times its state's scale. Four numbers take three bytes.
+    The features [.., D] are states of D numbers. A number is stored as E2M3 (six bits: sign, two of exponent, three of
+    mantissa), times its block's scale, times its state's scale. Four numbers take three bytes.
     """
     # [.., D / BLOCK, BLOCK]
     blocks = features.float().unflatten(-1, (-1, BLOCK))
@@ -315,7 +343,7 @@ def _pack_float6(features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     wanted_scales = blocks.abs().amax(-1) / MAX_FLOAT6
     scales = (wanted_scales.amax(-1) / MAX_FLOAT8).clamp_min(TINY)
     block_scales = (wanted_scales / scales[..., None]).to(torch.float8_e4m3fn)
-    units = _float8_units(block_scales, scales)
+    units = _float8_units(block_scales, scales)  # [.., D / BLOCK]
     # Numbers up to `limit` have 0 in the upper two exponent bits of E4M3, and its other bits are those of E2M3, so that
     # the cast to E4M3 rounds to E2M3. The clamp is for scales that were rounded down: the largest numbers are cut off.
     limit = MAX_FLOAT6 / FLOAT6_UNIT
@@ -333,11 +361,19 @@ def _pack_float6(features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _unpack_float6(packed: Tensor, block_scales: Tensor, scales: Tensor) -> Tensor:
-    """Return the states [.., D] that `_pack_float6` packed, as bfloat16, by the same steps backwards."""
+    """Return the states [.., D] that `_pack_float6` packed, as bfloat16, by the same steps backwards.
+
+    Args:
+        packed: [.., 3/4 D], bytes, four numbers in three of them.
+        block_scales: [.., D / BLOCK], the scale of each block, as E4M3.
+        scales: [..], the scale of each state.
+    """
     low, middle, high = packed.chunk(3, dim=-1)
+    # one byte for each number, in four quarters of a state
     quarters = [low, low >> 6 | middle << 2, middle >> 4 | high << 4, high >> 2]
     # the masks below drop the upper two bits, which belong to other quarters
     codes = torch.cat(quarters, dim=-1)
+    # the sign moves back to the eighth bit
     float8 = ((codes & 0b11111) | (codes & 0b100000) << 2).view(torch.float8_e4m3fn)
     blocks = float8.float().unflatten(-1, (-1, BLOCK))
     units = _float8_units(block_scales, scales)
@@ -345,5 +381,10 @@ def _unpack_float6(packed: Tensor, block_scales: Tensor, scales: Tensor) -> Tens
 
 
 def _float8_units(block_scales: Tensor, scales: Tensor) -> Tensor:
-    """Return [.., D / BLOCK], what the E4M3 number 1.0 stands for in each block: the unit times both scales."""
+    """Return [.., D / BLOCK], what the E4M3 number 1.0 stands for in each block of float6: the unit times both scales.
+
+    Args:
+        block_scales: [.., D / BLOCK], of blocks.
+        scales: [..], of whole states.
+    """
     return FLOAT6_UNIT * block_scales.float() * scales[..., None]

@@ -73,9 +73,8 @@ class DraftModelSettings(BaseModel):
 class DraftModel(TrainableDrafter):
     """A language model with its own cache that reads the committed tokens and drafts a tree after them."""
 
-    teacher_taps = (
-        -1,
-    )  # the input of the target's LM head, from which a loss takes the target's probs
+    # the input of the target's LM head, from which a loss takes the target's probs
+    teacher_taps = (-1,)
     stored_as = "files"  # it is loaded by `load`, not as a head of another model
     Settings = DraftModelSettings
     settings: DraftModelSettings

@@ -221,9 +221,8 @@ class PathLevels(FollowsRows):
         # the requests whose trees still grow, and all of them, by index
         self.rows = self.all_rows = list(range(len(states)))
         self.roots = upload(torch.tensor([[request.root] for request in requests]), states.device)
-        self.tokens = (
-            self.roots
-        )  # [B, R], the tokens of the R nodes of the level that was read last; [B, 1] now
+        # [B, R], the tokens of the R nodes of the level that was read last; [B, 1] now
+        self.tokens = self.roots
         # a head without a bias keeps no recurrent state of paths
         memory_size = 0 if head.bias is None else head.bias.memory_size
         # [B, R, M], the bias module's recurrent state of the path up to each of these nodes; `_read_tokens` updates it

@@ -126,9 +126,8 @@ class InjectedHead(CompiledParts, ReducedVocab, TrainableDrafter):
     hidden states at the head's taps.
     """
 
-    teacher_taps = (
-        -1,
-    )  # the input of the target's LM head, from which a loss takes the target's probs
+    # the input of the target's LM head, from which a loss takes the target's probs
+    teacher_taps = (-1,)
     reads_tokens = False  # whether a level's logits depend on the tokens drafted before it
     sharpness = 1.0  # the factor on logits when the nodes of a tree are compared
     # makes the `RowsLevel` that gives the logits of each level from the states of blocks

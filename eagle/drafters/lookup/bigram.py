@@ -27,9 +27,8 @@ class BigramDrafter(CountDrafter):
         """
         super().__init__(tables, device)
         unigram = tables.unigram()  # [V] smoothed probs
-        distinct = (
-            tables.starts.diff()
-        )  # [V], the number of different tokens that followed each token
+        # [V], the number of different tokens that followed each token
+        distinct = tables.starts.diff()
         # [V], how often each token was followed by any other: sums of its row of counts
         sums = torch.cat([torch.zeros(1, dtype=torch.int64), tables.counts.cumsum(0)])
         totals = sums[tables.starts].diff()

@@ -210,9 +210,8 @@ class CountSequence:
 
     def __init__(self, drafter: CountDrafter, noise: Noise | None) -> None:
         self.drafter = drafter
-        self.noise = (
-            noise  # the target's sampling noise, which trees are ranked with; None if it is greedy
-        )
+        # the target's sampling noise, which trees are ranked with; None if it is greedy
+        self.noise = noise
         self.length = 0  # committed tokens, the root not counted
 
     def propose(self, update: Committed, budget: Budget) -> DraftTree:

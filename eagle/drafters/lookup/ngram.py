@@ -121,9 +121,8 @@ class NgramSequence:
     def _find_matches(self) -> Iterator[tuple[int, int]]:
         """Yield n and the position after each match, the best first; no two continuations begin with the same token."""
         seq = self.tokens
-        first_tokens = (
-            set()
-        )  # of the continuations so far: a tree needs each child of the root once
+        # of the continuations so far: a tree needs each child of the root once
+        first_tokens = set()
         for size in self.sizes:
             positions = list(islice(self._positions(size), LATEST))
             if self.drafter.pick == "frequent":

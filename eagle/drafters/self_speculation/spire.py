@@ -76,9 +76,8 @@ class Spire(TrainableDrafter):
     """
 
     reads = Reads(weights=True)  # `for_target` gets the target's tensors
-    teacher_taps = (
-        -1,
-    )  # the input of the target's LM head, from which a loss takes the target's probs
+    # the input of the target's LM head, from which a loss takes the target's probs
+    teacher_taps = (-1,)
     Settings = SpireSettings
     settings: SpireSettings
     layers: Any
