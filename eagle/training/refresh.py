@@ -97,13 +97,16 @@ class Refresh:
         return {"acceptance_length": acceptance_length, **figures}
 
     def drafter(self, target: Target) -> Any:
-        """Return a copy of the head in its present state, in the target's dtype, ready to draft for it."""
+        """Return a copy of the head with its present weights, in the target's dtype, ready to draft for it."""
         return in_dtype(copy.deepcopy(self.head), target.model.dtype).bind(target.head)
 
     def _write_answers(
         self, target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int, seed: int
     ) -> OwnDrafts:
-        """Let the target answer the prompts with drafts of the head, and return the answers as features to train on."""
+        """Let the target answer the prompts with drafts of the head, and return the answers as features to train on.
+
+        `seed` decides the sampling, and names the step by which the answers are found again.
+        """
         examples = []
         for prompt in prompts:
             # `OwnDrafts` replaces the answer of an example: zeros hold the room for the longest answer
@@ -116,5 +119,6 @@ class Refresh:
             dtype = "bfloat16"
         live = LiveFeatures(target, examples, {"taps": list(taps), "dtype": dtype})
         features = OwnDrafts(live, target, self.head, self.policy)
+        # one step: its seed, and the indices of the examples that it answers
         features.write([(seed, range(len(examples)))])
         return features
