@@ -19,7 +19,7 @@ Change = Callable[[Wiring], Wiring]
 
 
 def on_head(edit: Callable[[Any], None]) -> Change:
-    """Return a change that applies `edit` to a copy of the head, so that the examined head stays."""
+    """Return a change that applies `edit`, which works in place, to a copy of the head: the examined head stays."""
 
     def change(wiring: Wiring) -> Wiring:
         head = copy.deepcopy(wiring.head)
@@ -67,7 +67,7 @@ def swap_rows(name: str, peer_name: str, starts: tuple[int, int], count: int) ->
 
 
 def set_taps(taps: tuple[int, ...]) -> Change:
-    """Return a change of the layers of the target whose states the head reads."""
+    """Return a change of the target's layers whose inputs the head reads; -1 stands for the final norm's output."""
     return on_head(lambda head: setattr(head, "taps", taps))
 
 
@@ -99,7 +99,10 @@ def set_setting(name: str, value: Any) -> Change:
 
 
 def reorder_blocks(matrix: Tensor, order: tuple[int, ...]) -> Tensor:
-    """Return a copy of a matrix whose block `order[i]` of columns is block i of `matrix`."""
+    """Return a copy of a matrix whose block `order[i]` of columns is block i of `matrix`, in `len(order)` equal blocks.
+
+    Each block of columns reads one of several inputs that are concatenated.
+    """
     blocks = matrix.chunk(len(order), dim=1)
     return torch.cat([blocks[order.index(i)] for i in range(len(order))], dim=1)
 
@@ -109,10 +112,11 @@ def reorder_rows(matrix: Tensor, width: int, interleaved: bool) -> Tensor:
 
     Args:
         matrix: [heads * w, ..], a query or key projection.
-        width: w, of an attention head.
+        width: w, the number of rows of one attention head.
         interleaved: Whether the two rows that are rotated together are neighbours; they become the same row of each
             half of a head. Else the reverse.
     """
+    # the other convention has these two dimensions in the other order
     split = (width // 2, 2) if interleaved else (2, width // 2)
     # [heads, w / 2, 2, ..] or [heads, 2, w / 2, ..]
     rows = matrix.unflatten(0, (-1, width)).unflatten(1, split)

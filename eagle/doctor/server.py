@@ -46,6 +46,7 @@ class ServerCounts:
             source: What was measured, as the sentence names it.
         """
         text = str(self)
+        # how many positions of a chain are compared: those that both have
         positions = len(per_position)
         counted = self.tau
         if self.per_position:
@@ -58,6 +59,7 @@ class ServerCounts:
             text += f" ({self.engine} does not tell how many tokens it drafts: start it with {positions})"
         elif positions < len(self.per_position):
             text += f", where the server keeps {counted:.3f}"
+        # one token of each step is the target's own and no draft
         ratio = (counted - 1) / max(expected - 1, 1e-9)
         text += f": drafts add {ratio:.0%} of what they should"
         if ratio < ENOUGH:
@@ -83,7 +85,12 @@ def read_server(url: str) -> ServerCounts:
 
 
 def parse_metrics(text: str, source: str) -> ServerCounts:
-    """Parse acceptance counts from Prometheus' text format, summed over models and ranks."""
+    """Parse acceptance counts from Prometheus' text format, summed over models and ranks.
+
+    Args:
+        text: The page.
+        source: Its address, for the message where it counts no drafts.
+    """
     drafts = accepted = 0.0
     by_position: dict[int, float] = {}
     lengths = []
