@@ -237,7 +237,10 @@ def _search_beams(args: argparse.Namespace) -> None:
 def _measure_policy(
     target: Target, drafter: Drafter, prompt: list[int], sampling: Sampling
 ) -> Goodput:
-    """Return a policy with the costs that a generation of up to 256 tokens measures, as far as positions are left."""
+    """Return a policy that drafts as many levels in each cycle as pay, by costs that it measures on this machine.
+
+    They are measured in a generation of up to 256 tokens, as far as the model has positions left.
+    """
     new_tokens = 256
     if target.max_positions is not None:
         new_tokens = max(min(256, target.max_positions - len(prompt)), 1)
@@ -249,10 +252,16 @@ def _compare_answers(
 ) -> str:
     """Return a phrase that says whether two answers are the same, or at which token and how near a tie they part.
 
-    `is_lossy` says that the rule of acceptance may change the answer.
+    Args:
+        target: The model that answered.
+        drafted: Its answer with drafts.
+        plain: Its answer without.
+        sampling: How it chose tokens in both.
+        is_lossy: Whether the rule of acceptance may change the answer.
     """
     if drafted.tokens == plain.tokens:
         return "and the output is the same"
+    # counted from 1
     first = first_difference(drafted.tokens, plain.tokens) + 1
     if is_lossy:
         return (
