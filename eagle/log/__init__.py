@@ -181,7 +181,7 @@ def describe_error(error: BaseException) -> str | None:
     """Return a sentence on an error that a user can mend (what was got, expected, and to be done); None for a bug."""
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, str) else None
-    # the outermost first
+    # the frames that the error passed, from the outermost to the one that raised it
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
     # a ValueError that this project raised has such a sentence already
     if isinstance(error, ValueError) and _package_of(frames[-1]) in OURS:
@@ -239,6 +239,7 @@ def first_line(error: object) -> str:
 
 
 def _package_of(frame: FrameType) -> str:
+    """Return the top-level package whose code runs in a frame, such as "transformers"."""
     return str(frame.f_globals.get("__name__", "")).split(".")[0]
 
 
@@ -463,10 +464,12 @@ class ProgressLines:
         return ", ".join(facts)
 
     def _print_regularly(self) -> None:
+        """Print a line every `every` seconds until the block ends; a thread runs this."""
         while not self.ended.wait(self.every):
             self._print()
 
     def _print(self) -> None:
+        """Print a line now."""
         print(self.describe(), file=self.out, flush=True)
 
 
@@ -525,8 +528,8 @@ class Metrics:
     def __init__(self, path: Path, *, before: int = 0) -> None:
         """Open a file to append to it.
 
-        Rows of the step `before` and later ones are removed, as a run that resumes there writes them again. The removed
-        lines are kept in `dropped`.
+        Rows of the training step `before` and later ones are removed, as a run that resumes there writes them again.
+        The removed lines are kept in `dropped`. With 0 the file begins anew.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         lines = []
@@ -541,7 +544,7 @@ class Metrics:
         self.file: TextIO = path.open("a")
 
     def write(self, **row: Any) -> None:
-        """Append a row."""
+        """Append a row of figures by name, among them its training step as `step`."""
         self.file.write(json.dumps(row) + "\n")
         self.file.flush()
 
