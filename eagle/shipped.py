@@ -95,8 +95,9 @@ def move_to_target(values: Any, original: Any, overridden: set[str]) -> Any:
     if new_name == old_name:
         return values
 
-    # `key` is dotted, as in an override
     def move(value: Any, key: str) -> Any:
+        """Return a value with the paths in it moved; `key` is its dotted key, as in an override, "" for all values."""
+        # values that the user gave stay, and so does the target
         if key in overridden or key == "target":
             return value
         if isinstance(value, dict):

@@ -44,8 +44,8 @@ class ReaderUntil(RawIOBase):
 
     def __init__(self, sock: Any, raw: Any, deadline: float) -> None:
         self.sock = sock
-        self.raw = raw
-        self.deadline = deadline
+        self.raw = raw  # the raw stream that reads from the socket
+        self.deadline = deadline  # as `monotonic` tells the time, in seconds
 
     def readable(self) -> bool:
         """Whether it can be read."""

@@ -36,6 +36,7 @@ class TimedTrace:
         return len(self.trace.tokens) / self.seconds
 
     def __str__(self) -> str:
+        """Return tokens, speed, forwards and acceptance length in a phrase."""
         return (
             f"{len(self.trace.tokens)} tokens, {self.speed:.1f} tokens/s; {len(self.trace.cycles)} forwards after the "
             f"prompt's, acceptance length {self.trace.acceptance_length:.2f}"
@@ -98,6 +99,7 @@ def writer_to(out: TextIO, coloured: bool) -> Write:
     """
 
     def write(text: str, is_drafted: bool) -> None:
+        """Write a piece of text, and show it at once."""
         if out.isatty():
             text = text.translate(HARMLESS)
         out.write(f"{GREEN}{text}{PLAIN}" if is_drafted and coloured else text)

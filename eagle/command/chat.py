@@ -199,8 +199,8 @@ def noting_interrupt() -> Iterator[Callable[[], bool]]:
     received: list[int] = []
 
     def note(signal_number: int, frame: FrameType | None) -> None:
+        """Handle SIGINT: note it, and let the next one raise KeyboardInterrupt."""
         received.append(signal_number)
-        # the next one raises KeyboardInterrupt
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     handler = signal.signal(signal.SIGINT, note)

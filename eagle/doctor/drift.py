@@ -61,6 +61,7 @@ class Drift:
         return {"verdict": self.verdict, "kept": self.kept, **asdict(self)}
 
     def __str__(self) -> str:
+        """Return the report that `eagle doctor --base` prints."""
         lines = [
             f"verdict: {self.verdict}",
             "",

@@ -31,6 +31,7 @@ class ServerCounts:
     drafts: int = 0
 
     def __str__(self) -> str:
+        """Return the counts in a phrase."""
         text = f"{self.engine} accepts {self.tau:.3f} tokens a step"
         if self.drafts:
             text += f" over {self.drafts:,} drafts"

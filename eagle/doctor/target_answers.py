@@ -252,6 +252,7 @@ def read_states(target: Target, tokens: Tensor) -> Tensor:
     outputs: list[Tensor] = []
 
     def record(layer: nn.Module, inputs: Any, output: Any) -> None:
+        """Keep the layer's output; some layers return a tuple whose first item it is."""
         outputs.append(output[0] if isinstance(output, tuple) else output)
 
     # taps are inputs of layers, which the last layer's output is not: a hook records it. `taps` ends in the id of that

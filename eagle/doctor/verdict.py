@@ -79,6 +79,7 @@ class Gain:
         return (self.after - self.before) / max(self.error, 1e-12)
 
     def __str__(self) -> str:
+        """Return both acceptance lengths, and the gain as a 95% interval."""
         gain = self.after - self.before
         margin = 1.96 * self.error
         interval = (
@@ -208,6 +209,7 @@ class Diagnosis:
         return values
 
     def __str__(self) -> str:
+        """Return the report that `eagle doctor` prints: verdict, levels, faults, the nearest other changes, notes."""
         lines = [f"verdict: {self.verdict}"]
         if self.figures is not None:
             lines += ["", *describe_levels(self.figures)]

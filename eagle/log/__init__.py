@@ -143,6 +143,7 @@ def json_alone(asked: bool) -> Iterator[Callable[[Any], None]]:
     out = sys.stdout
 
     def write(value: Any) -> None:
+        """Print a value as one line of JSON to the real stdout, if that was asked for."""
         if asked:
             print(json.dumps(as_json(value)), file=out, flush=True)
 
@@ -303,18 +304,21 @@ def _note_interrupts(received: list[int]) -> Iterator[None]:
     timers: list[threading.Timer] = []
 
     def send_after(seconds: float) -> None:
+        """Send this process another SIGINT after some seconds."""
         timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))
         timer.daemon = True
         timer.start()
         timers.append(timer)
 
     def note(number: int, frame: FrameType | None) -> None:
+        """Handle SIGINT: note it, and raise KeyboardInterrupt as Python does."""
         received.append(number)
         # an extension module that is being imported may swallow what is raised here, so it comes again
         send_after(LOST_AFTER)
         signal.default_int_handler(number, frame)
 
     def send_again(lost: sys.UnraisableHookArgs) -> None:
+        """Send SIGINT again if a KeyboardInterrupt was dropped; leave other errors to the hook from before."""
         # Python drops what is raised in a `__del__`, and calls this hook: it comes again once that has returned
         if issubclass(lost.exc_type, KeyboardInterrupt):
             send_after(0.01)
@@ -438,10 +442,12 @@ class ProgressLines:
         self.thread = threading.Thread(target=self._print_regularly, daemon=True)
 
     def __enter__(self) -> ProgressLines:
+        """Start the thread that prints a line a minute."""
         self.thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        """End that thread, and print the last line."""
         self.ended.set()
         self.thread.join()
         self._print()

@@ -27,8 +27,10 @@ class DraftsLoss:
     """
 
     def __init__(self, policy: OnPolicySection, dtype: str) -> None:
-        self.policy = policy
-        self.dtype = dtype
+        self.policy = (
+            policy  # the section `train.on_policy`: weights and kinds of the loss on drafts
+        )
+        self.dtype = dtype  # of the matrix products
 
     def __call__(
         self, head: Any, inputs: tuple[Batch, TargetHead], losses: dict[str, Tensor]

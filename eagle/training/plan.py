@@ -44,6 +44,7 @@ class Plan:
         self.unusable = len(slots) - len(usable)
         # at least one conversation is trained on
         held_out = min(math.ceil(settings.validation * len(usable)), len(usable) - 1)
+        # a permutation of the usable examples, of which the first are held out
         order = _permute(len(usable), settings.seed * EPOCHS)
         self.validation = sorted(usable[i] for i in order[:held_out])
         self.training = sorted(usable[i] for i in order[held_out:])
@@ -87,7 +88,8 @@ class Plan:
         """
         examples = sorted(self.step(step), key=lambda index: -self.slots[index])
         parts: list[list[int]] = [[] for _ in range(count)]
-        # greedy balancing: the longest example first, each to the part with the fewest tokens, kept in a heap
+        # greedy balancing: the longest example first, each to the part with the fewest tokens. `work` is a heap of
+        # (supervised tokens so far, index of the part).
         work = [(0, i) for i in range(count)]
         for index in examples:
             slots, lightest = work[0]
@@ -202,7 +204,9 @@ class Dealer:
         self.plan = plan
         self.rank = rank
         self.processes = processes
+        # the forwards of a step over all processes, each of which reads one part of its examples
         self.part_count = processes * plan.settings.accumulation
+        # whether each sequence has a mean of its own
         self.by_sequence = plan.settings.mean_over == "texts"
         if self.by_sequence and self.part_count < plan.settings.batch_size:
             count = plan.settings.batch_size
@@ -234,7 +238,7 @@ class Dealer:
         return run_ahead(jobs)
 
     def _load_jobs(self, first: int, pin: bool) -> Iterator[Callable[[], Batch]]:
-        """Yield a job that loads each of this rank's batches, from step `first` on."""
+        """Yield for each of this rank's batches, from step `first` on, a function that loads it."""
         for step in range(first, len(self.plan)):
             for indices in self._rank_parts(step):
                 yield partial(self.load, indices, step, pin)
@@ -314,6 +318,7 @@ class Dealer:
             count_divisor: Returns a batch's divisor where only the head's forward knows it.
             sum_over_processes: Returns the sum of a tensor over all processes.
         """
+        # the examples of every part, of which each process takes every `processes`-th; and this process's factors
         parts = self.plan.parts(step, self.part_count)
         weights = self.plan.weights(step, parts)[self.rank :: self.processes]
         own_parts = parts[self.rank :: self.processes]

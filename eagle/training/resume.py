@@ -90,9 +90,11 @@ class Checkpoints:
     """The checkpoint folders `step-N` of a run, of which the newest `keep` stay; all machines must share `folder`."""
 
     def __init__(self, accelerator: Accelerator, folder: Path, keep: int) -> None:
-        self.accelerator = accelerator
+        self.accelerator = (
+            accelerator  # it saves and loads what it has prepared: head, optimizer, random states
+        )
         self.folder = folder
-        self.keep = keep
+        self.keep = keep  # how many checkpoints stay on the disk
 
     def write(self, step: int, state: dict[str, Any]) -> str | None:
         """Write a checkpoint: all that the accelerator prepared (head, optimizer), and `state`.
@@ -111,6 +113,7 @@ class Checkpoints:
 
         # the stages run on every process; only the main one makes, completes and removes folders
         def begin() -> None:
+            """Make the temporary folder, if there is room for a checkpoint."""
             if is_main:
                 # an earlier process was ended while it wrote these
                 for torn in self.folder.glob("*.part"):
@@ -119,6 +122,7 @@ class Checkpoints:
                 temporary.mkdir(parents=True)
 
         def save() -> None:
+            """Write head, optimizer and random states into it."""
             try:
                 self.accelerator.save_state(str(temporary))
             except DISK_FAULTS as error:
@@ -130,6 +134,7 @@ class Checkpoints:
                 raise
 
         def complete() -> None:
+            """Mark it complete with checksums, and give it its final name."""
             if is_main:
                 self._complete(temporary, step, state)
 

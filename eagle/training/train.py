@@ -160,6 +160,7 @@ class _Run:
             self.head.register_forward_hook(DraftsLoss(settings.on_policy, settings.dtype))
         # a copy that gets the whole weights for validation and saving, where the head in training holds a share of each
         self.mirror = copy.deepcopy(self.head) if self.deepspeed or self.sharded else self.head
+        # a function of head and optimizer that returns both as they are trained
         prepare = self.accelerator.prepare
         if self.sharded:
             shard_head(self.head)
@@ -184,6 +185,7 @@ class _Run:
         is_main = self.accelerator.is_main_process
         if is_main:
             self.metrics = TrackedMetrics(self.recipe, before=self.step)
+        # this process's batches of all remaining steps, loaded ahead where possible
         batches = self.dealer.batches(self.step, self.pins)
         self.begun = self.log_time = perf_counter()
         # the head of `train.init` is the baseline that the best head is compared with at the end
@@ -324,6 +326,7 @@ class _Run:
         stacked = torch.stack([row for _, row in self.unlogged_steps])
         sums = self.accelerator.reduce(stacked, "sum").tolist()
         tokens_per_second = sum(row[1] for row in sums) / (perf_counter() - self.log_time)
+        # by step: [norm, tokens, *losses]
         rows = dict(zip(steps, sums, strict=True))
         skipped = sorted(step for step, row in rows.items() if not isfinite(row[0]))
         if skipped:

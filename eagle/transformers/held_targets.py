@@ -32,6 +32,7 @@ class Held:
         self.traces: list[Trace] = []  # of the last call, one for each row
 
     def __reduce__(self) -> Any:
+        """Return how copies and pickles are made: by `Held()`, without arguments."""
         # copies and pickles of a model hold nothing: the target belongs to the original's weights
         return Held, ()
 

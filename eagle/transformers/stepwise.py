@@ -26,6 +26,7 @@ class RowLogits:
     """
 
     def __init__(self, *, raw: bool, processed: bool) -> None:
+        # [V] of each position of the answer; None where they are not requested
         self.raw: list[Tensor] | None = [] if raw else None
         self.processed: list[Tensor] | None = [] if processed else None
 
