@@ -240,6 +240,7 @@ def diagnose(
     stands, refuted = weigh_findings(fatal, tried)
     notes += refuted
     verdict = decide(figures, faults, stands, _norm_shift(head), needs_more=needs_more)
+    # what it borrows has the embedding of its folder: measure it once with the target's own
     if wiring.target_head is not target.head:
         borrowing = measure(replace(wiring, target_head=target.head), answers, target.head)
         notes.append(

@@ -462,6 +462,7 @@ def probe_numbered_parts(head: Any, wiring: Wiring, target: Target) -> ProbeFiel
 
 def probe_lm_head(head: Any, wiring: Wiring, target: Target) -> ProbeFields:
     """Yield a change that replaces the rows of the LM head by the target's own."""
+    # [V, D] for the vocabulary and the target's width; below, only the rows of the draft vocabulary if there is one
     rows = target.head.weight.data * target.head.logit_scale
     draft_tokens = draft_ids(head)
     if draft_tokens is not None:

@@ -92,6 +92,7 @@ def parse_metrics(text: str, source: str) -> ServerCounts:
         text: The page.
         source: Its address, for the message where it counts no drafts.
     """
+    # how many drafts were made, how many of their tokens were accepted, and how many of those at each position
     drafts = accepted = 0.0
     by_position: dict[int, float] = {}
     lengths = []
@@ -110,6 +111,7 @@ def parse_metrics(text: str, source: str) -> ServerCounts:
     # vLLM has counters, SGLang only the mean acceptance length of its latest answers
     if drafts:
         rates = tuple(by_position[position] / drafts for position in sorted(by_position))
+        # each draft's step adds one token of the target itself
         return ServerCounts("vLLM", 1 + accepted / drafts, rates, int(drafts))
     if lengths:
         return ServerCounts("SGLang", sum(lengths) / len(lengths))

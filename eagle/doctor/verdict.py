@@ -150,8 +150,9 @@ class Effect:
 
         Greedy drafts must gain too, as flatter probs alone raise the gain of sampled drafts.
         """
-        # level 1 with the change
+        # how often the first drafted token is right with the change
         first_rate = self.after.rates()[0]
+        # of a gain, `share` is relative to the tokens that drafts added, and `errors` counts its standard errors
         min_sampled = MIN_SAMPLED
         min_greedy = MIN_GUESSED if self.probe.kind == GUESS else MIN_GREEDY
         if first_rate < self.min_rate:
@@ -252,6 +253,7 @@ def describe_levels(figures: Agreement) -> list[str]:
     ]
     rates = zip(figures.rates(), figures.teacher_forced_rates, strict=True)
     for level, (rate, forced) in enumerate(rates):
+        # [S] bool, the slots whose sequence goes on to this level
         in_seq = figures.in_seq[level]
         overlap = float(figures.overlap[level, in_seq].mean()) if in_seq.any() else 0.0
         lines.append(f"  {level + 1:5}   {rate:8.3f}   {forced:28.3f}   {overlap:20.3f}")

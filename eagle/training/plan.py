@@ -284,6 +284,7 @@ class Dealer:
                 for example in examples
             ]
             batch = collate(examples, self.features.taps, self.plan.seeds(step, indices))
+            # how much of the training is done, and the numbers that the whole step's loss terms are divided by
             batch = replace(batch, progress=step / len(self.plan), divisors=self.divisors_of(step))
         if pin:
             batch = batch.pin_memory()

@@ -70,8 +70,9 @@ class Refresh:
             dtype: Of the products, float32 or bfloat16.
 
         Returns:
-            The losses and the acceptance length.
+            The losses by name, and "acceptance_length", the tokens per target forward of these answers.
         """
+        # a seed for this step's sampling, which also names the step
         seed = self.seed + self.steps
         features = self._write_answers(target, prompts, max_new_tokens, seed)
         # `read` finds the answers of a step by torch's seed
@@ -83,6 +84,7 @@ class Refresh:
         target_head = target.head.cast(getattr(torch, dtype))
         with torch.autocast(target.device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
             losses = self.head(batch, target_head)
+        # adds the loss on the head's own drafts to the total
         losses = DraftsLoss(self.policy, dtype)(self.head, (batch, target_head), losses)
         losses["total"].backward()
         torch.nn.utils.clip_grad_norm_(self.head.parameters(), self.clip)

@@ -91,7 +91,7 @@ def follow_head(
     *,
     weights_split: bool,
 ) -> Features:
-    """Return the features that the head learns from.
+    """Return the features (examples with the target's hidden states) that the head learns from.
 
     They are `features` itself, unless the head samples answers (`drafter.samples: own`) or the target writes answers
     with the head's drafts (`train.on_policy`).

@@ -258,6 +258,7 @@ class _JointRun:
         """
         self.joint.eval()
         accelerator = self.accelerator
+        # sums over supervised tokens, by name; `figures` makes means of them
         sums: dict[str, Tensor] = {}
         for index in self.plan.validation[accelerator.process_index :: accelerator.num_processes]:
             with accelerator.autocast():

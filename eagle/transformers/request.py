@@ -119,7 +119,8 @@ def read_request(
         kwargs: The inputs that `generate` has prepared for the model's forward.
         caller_kwargs: The arguments that the caller passed to `generate`.
     """
-    # Whatever would make the answer differ from that of the model without drafts must be refused, and nothing else.
+    # Whatever would make the answer differ from that of the model without drafts must be refused, and nothing else:
+    # each of the checks raises ValueError.
     _check_mode(model, config, kwargs, caller_kwargs)
     _check_outputs(config)
     _check_preparation(model, input_ids, kwargs)
@@ -127,7 +128,9 @@ def read_request(
     mask = kwargs.get("attention_mask")
     prompts, paddings = _split_padding(input_ids, mask)
     _check_positions(kwargs.get("position_ids"), mask, input_ids)
+    # rows of each prompt: its beams, or its answers
     expansion = max(config.num_beams or 1, config.num_return_sequences or 1)
+    # arguments of images, by name
     media = find_media(model, caller_kwargs)
     _check_inputs(model, kwargs, media)
     if media:
