@@ -152,6 +152,7 @@ def _generate(args: argparse.Namespace) -> None:
     prompt = read_prompt(target, args)
     if target.device.type == "cpu":
         choose_threads(partial(generate, target, plain, prompt, max_new_tokens=2))
+    # the thresholds of typical acceptance, a lossy rule; None for the exact one
     typical = PUBLISHED_TYPICAL if args.typical else None
     sampling = Sampling(args.temperature, seed=args.seed, typical=typical)
     if args.compare:
@@ -182,6 +183,7 @@ def _generate(args: argparse.Namespace) -> None:
     print()
     legend = f" ({GREEN}green{PLAIN}: drafted)" if is_coloured else ""
     _print_note(f"{args.drafter}: {drafted}{legend}")
+    # the usual way to read a tree, by an attention mask, is not worth a line
     if target.describe() != "mask":
         _print_note(f"trees are read by {target.describe()}")
     if policy is not None:

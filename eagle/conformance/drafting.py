@@ -115,6 +115,7 @@ def check_law(make: Make, letters: Target, sampling: Sampling, budget: Budget) -
     # how often each answer of three tokens was given
     counts = torch.zeros(LETTERS, LETTERS, LETTERS, dtype=torch.double)
     for request in range(REQUESTS):
+        # another number gives other noise
         request_sampling = replace(sampling, request=request)
         trace = generate(
             letters,

@@ -84,6 +84,7 @@ def list_removals(wiring: Wiring) -> list[Probe]:
     for ending, branch in BRANCHES.items():
         for name in find_tensors(wiring.head, f"{ending}.weight"):
             block = name.removesuffix(f".{ending}.weight")
+            # with zeros in its last matrix a branch adds nothing
             fault = f"the {branch} of {block} does nothing that helps"
             probes.append(Probe("ablation", fault, map_tensors([name], torch.zeros_like)))
     return probes
@@ -514,7 +515,7 @@ def probe_d2t(head: Any, wiring: Wiring, target: Target) -> ProbeFields:
 
 
 def probe_precision(head: Any, wiring: Wiring, target: Target) -> ProbeFields:
-    """Yield a change that computes in float32."""
+    """Yield a change that computes in float32, where the head's weights are stored in a lower precision."""
     stored = next(head.parameters()).dtype
     if stored != torch.float32:
         fault = (

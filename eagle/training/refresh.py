@@ -109,11 +109,13 @@ class Refresh:
 
         `seed` decides the sampling, and names the step by which the answers are found again.
         """
+        # tokens of each prompt and its answer, of which only the answer is learned
         examples = []
         for prompt in prompts:
             # `OwnDrafts` replaces the answer of an example: zeros hold the room for the longest answer
             tokens = torch.tensor([*prompt, *[0] * max_new_tokens])
             examples.append(Example(tokens, torch.arange(len(tokens)) >= len(prompt)))
+        # the target's hidden states that this head reads and learns from, by layer
         taps = taps_of(self.head.settings, target.config)
         # a storage dtype that does not round the states of this target
         dtype = "float32"

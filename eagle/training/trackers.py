@@ -299,7 +299,7 @@ class TrackedMetrics(Metrics):
     """The metrics of a training run as JSON lines, and in the trackers of its recipe."""
 
     def __init__(self, recipe: Recipe, *, before: int) -> None:
-        """Open them for training that begins or resumes at step `before`."""
+        """Open metrics.jsonl and the trackers for training that begins or resumes at step `before`."""
         super().__init__(Path(recipe.train.out) / "metrics.jsonl", before=before)
         # The rows that an earlier start wrote after the checkpoint. They are dropped from the file, and trackers that
         # resume have them already.

@@ -176,6 +176,7 @@ class Stepwise:
             row_logits[row] = logits[step]
             # an empty tensor takes its place, so that later steps keep their indices
             logits[step] = logits[step][:0]
+        # for rows that have ended
         blank = torch.zeros_like(row_logits[rows[0]])
         stacked = [row_logits.get(row, blank) for row in range(len(by_row))]
         return torch.stack(stacked).to(self.request.input_ids.device)

@@ -229,6 +229,7 @@ class WithDrafter:
             return load_drafter(drafter, target, **self.options)
         if isinstance(drafter, TrainableDrafter) and not drafter.bound_to:
             drafter = _copy_head(drafter, target).bind(target.head)
+        # a drafter that runs the target's own layers gets access to them
         if drafter.reads.view:
             drafter.bind_target(target.view())
         return drafter
