@@ -274,8 +274,9 @@ def find_faults(
         # what helps an untrained head is chance
         if is_untrained or not likely[0].is_sure:
             break
-        faults.append(likely[0])
-        wiring = likely[0].probe.change(wiring)
+        fault, *likely = likely
+        faults.append(fault)
+        wiring = fault.probe.change(wiring)
     if not faults:
         # if no change helps, the fault may be a branch whose removal costs nothing
         removals = try_changes(wiring, list_removals(wiring), answers, target)
