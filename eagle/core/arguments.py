@@ -114,6 +114,7 @@ def refuse_options(unknown: Iterable[str], options: Iterable[str]) -> None:
     # most unknown options are fields of Sampling or Budget that were passed to the call itself
     options = sorted(options)
     for name in unknown:
+        # each class whose fields are looked through, and the option of the call that takes an instance of it
         owners: tuple[tuple[Any, str], ...] = ((Sampling, "sampling"), (Budget, "budget"))
         for owner, option in owners:
             if name in {field.name for field in fields(owner)}:
@@ -286,6 +287,7 @@ def _list_rows(value: Any) -> list[Any] | None:
 
 def _is_row(item: Any) -> bool:
     """Return whether an item of a list is itself a list, tensor or array of tokens."""
+    # a single number of numpy or torch has no dimensions
     return isinstance(item, (list, tuple)) or getattr(item, "ndim", 0) > 0
 
 

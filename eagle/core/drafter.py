@@ -52,7 +52,10 @@ class TargetHead:
 
     @property
     def scale(self) -> float:
-        """The factor between a row of the embedding matrix and the embedding, with the module's own factor (Gemma)."""
+        """The factor from a row of the embedding matrix to the embedding that the first layer reads.
+
+        It is `embed_scale` times the factor that the embedding module applies itself, as Gemma's does.
+        """
         # rounded to the weights' precision, as the module does
         factor = torch.as_tensor(getattr(self.embedding, "embed_scale", 1.0))
         return self.embed_scale * factor.to(self.embedding.get_parameter("weight").dtype).item()
@@ -475,6 +478,7 @@ class PerSequenceState:
     """Several sequences, each with its own `DraftSequence`, drafted for one after the other."""
 
     def __init__(self, drafter: Drafter) -> None:
+        """Begin without rows; `drafter` makes the state of each new one."""
         self.drafter = drafter
         # row -> the state of its sequence
         self.sequences: dict[int, DraftSequence] = {}
@@ -494,6 +498,7 @@ class PerSequenceState:
         """
 
         def propose_row(row: int) -> DraftTree:
+            """Return the tree of one row, from the state of its own sequence."""
             return self.sequences[row].propose(updates[row], budgets[row])
 
         return run_rows(updates, propose_row)

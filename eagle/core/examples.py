@@ -169,7 +169,7 @@ class Batch:
         mask[slots + 2] = True
         # [A, K], the token indices of the drafted tokens once they are appended
         indices = len(self.tokens) + torch.arange(tokens.numel()).view(tokens.shape)
-        # a row for each token of the sequences, so that a slot is its own index; rows of other tokens are never read
+        # a row for each token of the sequences, so that a slot is the index of its row; rows of other tokens stay 0
         branches = torch.zeros(len(self.tokens), tokens.shape[1], dtype=torch.long)
         branches[slots] = indices
         # the mask and the lengths stay those of the sequences: appended tokens are read, and never supervised
@@ -286,7 +286,7 @@ def token_counts(sequences: Iterable[Tensor], vocab_size: int) -> Tensor:
     """Return how often each token of the vocabulary occurs in these sequences, [V].
 
     Args:
-        sequences: Token ids, on the host. They are the supervised tokens of training sequences, as the error says.
+        sequences: The supervised tokens of each training sequence, on the host.
         vocab_size: V, the size of the target's vocabulary.
     """
     # sequences are read one by one, so that only one of them is in memory
@@ -320,9 +320,8 @@ class Features(Protocol):
     """Examples with features, stored or computed when they are read."""
 
     taps: tuple[int, ...]  # the target's layers whose inputs are the features
-    identity: dict[
-        str, Any
-    ]  # everything that decides the features, by which a resumed run notices a change
+    # everything that decides the features, by which a resumed run notices a change
+    identity: dict[str, Any]
     together: bool  # whether all processes must read at once, each equally often
     sampled: bool  # whether a loss mask may differ from `mask`, and is known only once the example is read
 

@@ -27,7 +27,7 @@ LEFT_OUT = -1
 
 @dataclass(frozen=True, slots=True)
 class NodeShape:
-    """Parents, ancestors and depths of the nodes of several trees, as tensors on a device."""
+    """Parents, ancestors and depths of the N nodes of each of B trees, as tensors on a device."""
 
     parents: Tensor  # [B, N]; the root is its own parent
     tree_mask: Tensor  # [B, N, N] bool, row i marks node i and its ancestors
@@ -367,7 +367,8 @@ def _leave_out(
 class Walks:
     """The accepted paths of several trees, on a device."""
 
-    # [B, W], accepted nodes, the root first; each entry after the last of them is padding, and holds its own index
+    # [B, W], of B trees, with W nodes at most: the accepted nodes, the root first; each entry after the last of them is
+    # padding, and holds its own index
     paths: Tensor
     counts: Tensor  # [B], the number of accepted nodes, the root included
     following: Tensor  # [B], the token that the target chose after the last accepted node

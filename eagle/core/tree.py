@@ -334,7 +334,7 @@ class TargetOutput:
 
     @property
     def positions(self) -> list[int]:
-        """The position in the sequence of the token that is chosen after each node."""
+        """For each node the position, in the sequence, of the token that the target chooses after it."""
         return [self.start + 1 + depth for depth in self.tree.depths()]
 
     def prefix(self, node: int) -> list[int]:
