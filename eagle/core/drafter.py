@@ -194,7 +194,7 @@ class Noise(Protocol):
     """The sampling noise of the target, as a drafter may use it, in units of the plain logits.
 
     The target samples by Gumbel-max: it takes the argmax of logits plus noise. The noise is fixed by the position in
-    the sequence, so that a sampled answer does not depend on the draft. A drafter that adds it too guesses better.
+    the sequence, so that a sampled answer does not depend on the draft. A drafter may add it to its own logits too.
     """
 
     @property
@@ -606,7 +606,7 @@ class TrainableDrafter(nn.Module, Drafter):
         return self.eval()
 
     def compile_parts(self) -> None:
-        """Compile the head's modules for training, in place, with `torch.compile`; results are equal up to rounding."""
+        """Train with functions compiled by `torch.compile` from now on; results are the same up to rounding."""
         raise ValueError(f"{type(self).__name__} has no parts to compile: leave train.compile out")
 
     def divisors(self, masks: Sequence[Tensor], seeds: Sequence[int]) -> tuple[float, ...] | None:
