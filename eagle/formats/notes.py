@@ -187,7 +187,7 @@ def _describe_acceptance(shares: list[float], head: Path | None) -> str:
 
     Args:
         shares: The share of drafts of which the first 1, 2, ... tokens are accepted; empty if unknown.
-        head: The head's folder, inside of its run's.
+        head: The head's folder, inside of its run's, which may hold measurements; None if there is no folder.
     """
     paragraphs = []
     if shares:

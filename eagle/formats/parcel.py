@@ -85,7 +85,9 @@ class UploadPlan:
     verbatim: set[str] = field(default_factory=set)
 
     def add(self, name: str, source: Path | bytes, why: str, root: Path | None = None) -> None:
-        """Add a file; a second file of the same name, a hollow file and a link that leads outside are refused.
+        """Add a file to `files`.
+
+        ValueError for a second file of the same name, a file without data on the disk, and a link that leads outside.
 
         Args:
             name: Its name in the repository.
@@ -291,7 +293,7 @@ def pack_head(folder: Path, name: str) -> UploadPlan:
 
 
 def pack_export(folder: Path) -> UploadPlan:
-    """Return the plan to upload an exported head or a table of n-gram counts: its whole folder."""
+    """Return the plan to upload an exported head or a table of n-gram counts: all files of its folder."""
     upload = UploadPlan("model", Path.home())
     upload.add_folder(folder, "", "as it lies there")
     return upload

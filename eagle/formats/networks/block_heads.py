@@ -117,10 +117,10 @@ def _read_blocks(head: HeadFolder, anchor_key: str, predicts_next: bool) -> Conf
 
 
 def _find_layout(head: HeadFolder) -> str:
-    """Return which project wrote the checkpoint, by its config."""
+    """Return which project wrote the checkpoint, by the keys of its config; z-lab's code if nothing else tells."""
     if head.is_of_speculators:
         return SPECULATORS
-    # DeepSpec's configs are flat
+    # DeepSpec's configs are flat; those of the others nest keys in dflash_config
     is_deepspec = "markov_rank" in head.config or "Qwen3DSparkModel" in head.architectures
     if is_deepspec and "dflash_config" not in head.config:
         return DEEPSPEC

@@ -186,7 +186,7 @@ def _find_unknown_names(head: HeadFolder, classes: set[str]) -> Iterator[FoundFa
 def _find_broken_promises(head: HeadFolder, is_tied_fatal: bool) -> Iterator[FoundFault]:
     """Yield a fault for each key of the config that promises other tensors than an EAGLE head has.
 
-    Engines go by these keys when they build the head, so parts without tensors in the file would stay random.
+    Engines go by these keys when they build the head, whatever tensors the file holds.
 
     Args:
         head: The checkpoint.

@@ -195,24 +195,21 @@ class Network:
     # functions for what differs between networks; the docstrings of the defaults, above, say what each is for
     # (head, name in the file, our name) -> our final name; None if the tensor is not the head's
     rename: Callable[[HeadFolder, str, str], str | None] = keep_name
-    read_shape: Callable[[HeadFolder], Any] = (
-        usual_shape  # the config of sizes that the head is built with
-    )
-    stored_size: Callable[[str, Size], Size] = (
-        keep_size  # (our name, size here) -> size in the file
-    )
-    may_lack: Callable[[HeadFolder, str], str] = (
-        lack_nothing  # (head, our name) -> why it may be absent
-    )
+    # returns the config of sizes that the head is built with
+    read_shape: Callable[[HeadFolder], Any] = usual_shape
+    # (our name, size here) -> size in the file
+    stored_size: Callable[[str, Size], Size] = keep_size
+    # (head, our name) -> why the tensor may be absent from the file, "" if it may not
+    may_lack: Callable[[HeadFolder, str], str] = lack_nothing
     # (head, the user's taps, the user's meaning of `norm_output`) -> notes; changes `head.settings`
     settle: Callable[[HeadFolder, tuple[int, ...] | None, str | None], list[str]] = settle_nothing
     # (head, our name, size here) -> the tensor's value in the imported head
     make_tensor: Callable[[HeadFolder, str, torch.Size], Tensor] = load_or_zeros
-    find_faults: Callable[[HeadFolder], Iterator[FoundFault]] = (
-        find_no_faults  # what engines read differently
-    )
-    describe: Callable[[HeadFolder], str] = describe_kind  # what `inspect` calls the checkpoint
-    list_facts: Callable[[HeadFolder], Config] = list_settings  # what `inspect` prints of it
+    # yields what engines read differently
+    find_faults: Callable[[HeadFolder], Iterator[FoundFault]] = find_no_faults
+    # returns what `inspect` calls the checkpoint, and what it prints of it
+    describe: Callable[[HeadFolder], str] = describe_kind
+    list_facts: Callable[[HeadFolder], Config] = list_settings
 
 
 # -- matching a checkpoint with its network ---------------------------------------------------------------------------
@@ -276,9 +273,8 @@ def _name_tensors(network: Network, head: HeadFolder) -> dict[str, str]:
     """
     head.names = {}
     copies: dict[str, str] = {}
-    left_out: dict[
-        str, list[str]
-    ] = {}  # why they are not needed, "" for an unknown tensor -> names in the file
+    # why tensors are not needed, "" for unknown ones -> names in the file
+    left_out: dict[str, list[str]] = {}
     for name in sorted(head.tensors.stored):
         writer, ours = _find_name(network, head, name)
         if ours is None:
@@ -602,5 +598,5 @@ def _rename(name: str, spelling: Spelling, numbers: Mapping[str, Any]) -> str:
 
 
 def keep_names(*names: str) -> Spelling:
-    """Return the spelling of a tool that names these tensors as this project does."""
+    """Return the spelling of a tool that names these tensors as this project does: each pattern stands for itself."""
     return dict(zip(names, names, strict=True))

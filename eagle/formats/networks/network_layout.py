@@ -79,9 +79,8 @@ class NetworkLayout:
     """
 
     serve: str  # the guide (Markdown), with the placeholders HEAD, TARGET and DEPTH
-    architectures: tuple[
-        str, ...
-    ] = ()  # of config.json: the classes by which the engine recognises the head
+    # of config.json: the classes by which the engine recognises the head
+    architectures: tuple[str, ...] = ()
     until: str = ""  # the last version of the engine that reads it, where a later one does not
     # most transformer blocks of a head; 1 by default, as no head with several was run in any engine
     max_blocks: int = 1

@@ -106,7 +106,7 @@ class HeadFolder:
 
     @property
     def sections(self) -> tuple[Keys, Keys, Keys]:
-        """All sections of the config; two of them may be the same."""
+        """The whole config, the section of its Llama block and the nested one; some of them may be one and the same."""
         return self.keys, self.block, self.nested
 
     @property
@@ -162,7 +162,7 @@ class HeadFolder:
         return entry.shape[dim]
 
     def load(self, name: str) -> Tensor:
-        """Return a tensor's values by this project's name."""
+        """Return a tensor's values, as the file has them, by this project's name; the file must hold it."""
         return self.tensors.load(self.names[name])
 
     def problem(self, what: str, fix: str = "", fatal: bool = True) -> None:
@@ -236,9 +236,8 @@ def refuse_tensors(head: HeadFolder, names: Iterable[str]) -> None:
         head: The checkpoint.
         names: The tensors' names in the file.
     """
-    by_meaning: dict[
-        str, list[str]
-    ] = {}  # what such tensors are, "" if unknown -> names in the file
+    # what such tensors are, "" if unknown -> names in the file
+    by_meaning: dict[str, list[str]] = {}
     for name in names:
         by_meaning.setdefault(describe_tensor(usual_name(name)), []).append(name)
     # one line for each kind of tensor, not for each tensor
@@ -424,8 +423,8 @@ def read_sizes(head: HeadFolder) -> None:
     head.shape = {
         "hidden_size": width,
         "intermediate_size": _read_size(head, "intermediate_size", "layers.0.mlp.gate_proj.weight"),
-        "num_attention_heads": heads
-        or 1,  # 1 is any valid number, as the problem prevents an import
+        # 1 is any valid number, as the problem prevents an import
+        "num_attention_heads": heads or 1,
         # the embedding and the mask t2d have a row for each token
         "vocab_size": _read_size(
             head, "vocab_size", EMBEDDING if EMBEDDING in head.names else "t2d"
