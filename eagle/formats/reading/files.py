@@ -282,7 +282,7 @@ def read_tensors(folder: Path, max_bytes: int | None = TENSOR_BYTES) -> FolderTe
     total = sum(entry.bytes for entry in tensors.stored.values())
     if max_bytes is not None and total > max_bytes:
         raise ValueError(
-            f"the tensors in {folder} take {total:,} bytes, expected at most {TENSOR_BYTES:,}: this is no draft head"
+            f"the tensors in {folder} take {total:,} bytes, expected at most {max_bytes:,}: this is no draft head"
         )
     return tensors
 

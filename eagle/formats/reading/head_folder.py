@@ -267,7 +267,7 @@ def compare_copies(head: HeadFolder, copies: dict[str, str]) -> None:
                 "Keep the right one",
             )
     if copies:
-        head.notes.append(f"{list_some(copies)} are left out: they are what other levels have too")
+        head.notes.append(f"{list_some(copies)} are left out: each equals another tensor")
 
 
 def compare_borrowed(
