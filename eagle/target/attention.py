@@ -312,7 +312,7 @@ class Masks:
         self.chunk = getattr(config, "attention_chunk_size", None)
         # layer types without attention
         self.maskless = [kind for kind in layer_kinds(config) if kind not in self.windows]
-        # whether masks have only windows: no chunks, and no layer types that choose columns or are unknown
+        # whether all layer types attend, and their masks have no more than a window
         self.is_plain = not self.maskless and PLAIN_KINDS.issuperset(self.windows)
         self.grouped = grouped
         self.groups = query_groups(config) if grouped and as_rows else 1

@@ -50,7 +50,9 @@ def model_folder(path: str | Path, revision: str | None = None) -> str | Path:
     if not is_gguf(path):
         return path
     file = find_gguf(str(path), revision)
-    state = file.stat()
+    state = (
+        file.stat()
+    )  # its size and time of change tell whether the cached folder is still that of the file
     return _open_folder(file, state.st_size, state.st_mtime_ns)
 
 
