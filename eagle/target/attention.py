@@ -364,6 +364,7 @@ class Masks:
         make = cache(make)
 
         def mask_of(kind: str) -> Tensor:
+            """Return the mask of a layer type; one that the config does not list has a window by its name."""
             window = self.windows.get(kind, self.window if WINDOWED_KINDS.search(kind) else None)
             return make(window, self.chunk if "chunk" in kind else None)
 

@@ -266,7 +266,7 @@ class TreeCache(RowCache, Cache):
 
 
 class _Layer(CacheLayerMixin):
-    """One layer's keys and values, as transformers' models call them.
+    """One layer's keys and values, with the methods that the models of transformers call.
 
     Sliding layers keep all columns too; their mask applies the window.
     """

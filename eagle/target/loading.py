@@ -137,9 +137,8 @@ def choose_loader(path: str | Path, *, images: bool = False, **source: Any) -> A
     options = {
         name: value for name, value in source.items() if name in ("revision", "trust_remote_code")
     }
-    kind = type(
-        AutoConfig.from_pretrained(path, **options)
-    )  # the config's class tells the model's type
+    # the config's class tells the model's type
+    kind = type(AutoConfig.from_pretrained(path, **options))
     sees = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     if images and not sees:
         raise ValueError(
@@ -313,7 +312,7 @@ def add_adapter(model: Any, rank: int, alpha: int, dropout: float) -> Any:
         raise ValueError(
             "training a target needs peft, 0.18 or newer, which makes its adapters: `pip install -U peft`"
         ) from None
-    # training reads plain weights, also with gradients
+    # adapters and gradients need plain weights
     unpack_model(model)
     config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules="all-linear")
     return get_peft_model(model, config)

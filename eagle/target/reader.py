@@ -100,9 +100,8 @@ class TreeReader:
         self.can_be_invariant = invariant and can_be_invariant(
             model, vars(config).get(ATTENTION_KEY)
         )
-        self.cache_name = cache_name_of(
-            base_of(model)
-        )  # of the argument that takes a cache; "" for none
+        # of the forward's argument that takes a cache; "" for none
+        self.cache_name = cache_name_of(base_of(model))
         # by layer index the number of recurrent states of the layer, for layers that keep any
         self.stateful = stateful_layers(config)
         self.cache_kind = TreeCache  # the class of caches that the model accepts

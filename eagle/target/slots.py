@@ -370,9 +370,8 @@ def copy_columns(
         origin: [2, M], cache row and column of each in the first buffer.
         destination: [2, M], cache row and column of each in the second buffer.
     """
-    indices: dict[
-        Any, Tensor
-    ] = {}  # by shape, what to read and what to write, as most layers have one shape
+    # what to read and what to write by shape, as most layers have one shape
+    indices: dict[Any, Tensor] = {}
     for source, target in buffers:
         heads, width = source.shape[1], source.shape[3]
         shape = (heads, source.shape[2], target.shape[2], source.device)

@@ -538,9 +538,8 @@ class TargetState:
             The LM head's input [B, N, D], and the inputs [B, L, N, D] of L tapped layers, or None without taps.
         """
         count = tokens.shape[1]
-        read_before = (
-            positions.shape[1] - count
-        )  # uncommitted tokens that earlier forwards have read
+        # uncommitted tokens that earlier forwards have read
+        read_before = positions.shape[1] - count
         # a prompt with images is read whole and alone, so only an empty cache row can have any
         media: Mapping[str, Any] = {}
         if not self.cache.lengths[cache_rows[0]]:

@@ -42,9 +42,8 @@ class Layout:
         if self.axes == STREAMS_THIRD:
             return states.mean(2)
         if self.axes == STREAMS_JOINED:
-            return states.unflatten(-1, (-1, self.width)).mean(
-                2
-            )  # over the streams of [B, T, S, D]
+            # over the S streams of [B, T, S, D]
+            return states.unflatten(-1, (-1, self.width)).mean(2)
         if self.axes == TOKENS_FIRST:
             return states.transpose(0, 1)
         return states

@@ -440,9 +440,8 @@ class Target(ChatMixin):
         sizes = []
         for length in (1, 5):
             state.begin([0] * length, Choose(Sampling()))
-            sizes.append(
-                state.cache.states.state_bytes(0)
-            )  # of the only sequence, which lies in cache row 0
+            # of the only sequence, which lies in cache row 0
+            sizes.append(state.cache.states.state_bytes(0))
         by_token = (sizes[1] - sizes[0]) // 4
         # states are kept at several lengths of the sequence; all are counted with the size of the last, the largest
         return count_states(tokens) * (sizes[0] + by_token * (tokens - 1))

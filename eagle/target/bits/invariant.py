@@ -122,9 +122,8 @@ class _AttentionCall(NamedTuple):
     is_causal: bool  # whether keys after a query are hidden from it, beside the terms
     scale: float  # of the products
     softcap: float | None  # c in score = c tanh(score / c); None for none
-    sinks: (
-        Tensor | None
-    )  # [H], a learned score of each head that takes a share of the softmax and has no value
+    # [H], a learned score of each head that takes a share of the softmax and has no value; None for none
+    sinks: Tensor | None
 
     def read(self, chunk: QueryChunk) -> Tensor:
         """Return [B, N, H, D'], the attention output of a chunk's N queries of B sequences, for H heads.

@@ -26,9 +26,7 @@ def find_variance(target: Any, length: int = PROMPT) -> str | None:
     from the prompt in chunks, from a tree, and from a batch.
     """
     # a model with few positions gets a shorter prompt
-    max_tokens = target.max_positions or length + len(
-        PARENTS
-    )  # without a limit the prompt has its length
+    max_tokens = target.max_positions or length + len(PARENTS)
     count = min(length, max_tokens - len(PARENTS))
     size = target.model.get_input_embeddings().weight.shape[0]
     order = torch.randperm(max(size, count), generator=torch.Generator().manual_seed(1))

@@ -564,6 +564,7 @@ def watch_writes(
     running: list[nn.Module] = []
     writes: dict[nn.Module, Writes] = {}
 
+    # hooks before and after the forward of each module
     def enter(module: nn.Module, _: Any) -> None:
         running.append(module)
 
@@ -571,8 +572,10 @@ def watch_writes(
         running.pop()
 
     def watch(write: Callable[..., Any], position: int, *args: Any, **kwargs: Any) -> Any:
+        """Note a call of the cache's method `write`, whose argument at `position` is the layer's index, and make it."""
         layer = kwargs["layer_idx"] if "layer_idx" in kwargs else args[position]
         found = writes.setdefault(running[-1], Writes(layer))
+        # a layer with a single state does not number it
         found.state_ids.add(kwargs.get("state_idx", 0))
         return write(*args, **kwargs)
 

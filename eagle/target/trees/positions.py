@@ -141,6 +141,7 @@ def first_position(reader: Any) -> int:
         """Return the first index that each embedding gets in a forward."""
         indices: list[int] = []
 
+        # a hook on each embedding: module and positional arguments
         def note(_: nn.Module, args: tuple[Tensor, ...]) -> None:
             indices.append(int(args[0].flatten()[0]))
 

@@ -239,9 +239,8 @@ def find_parents(
     if tree_mask is None:
         return [list(range(-1, size - 1)) for size in sizes]
     new, width = tree_mask.shape[1:]
-    itself = torch.eye(width, dtype=torch.bool)[
-        width - new :
-    ]  # [N, R], each new node in its own column
+    # [N, R], each new node in its own column
+    itself = torch.eye(width, dtype=torch.bool)[width - new :]
     # [B, N, R], the ancestors of each new node
     above = (tree_mask & ~itself).expand(len(sizes), -1, -1)
     # the parent is the last ancestor, as nodes come after their parents; -1 for a node without ancestors
