@@ -57,13 +57,14 @@ class QuantisedHead(nn.Linear):
 def borrowed_layers(model: Any) -> tuple[nn.Module, nn.Module]:
     """Return the embedding and LM head of a model, each with a plain matrix, which draft heads borrow.
 
-    A layer without a plain matrix is replaced by a copy that has one, in the model's precision; the model is unchanged.
+    A layer without a plain matrix is replaced by a copy that has one, in the model's precision. A quantised model may
+    unpack its weights here.
     """
     embedding = model.get_input_embeddings()
     output = model.get_output_embeddings()
     is_quantised = bool(getattr(model, "is_quantized", False))
     if is_quantised:
-        # in place, before the matrices are looked at
+        # in place: changes the model
         unpack_weights(model)
         kind = "is quantised"
         has_embedding = _is_dense(embedding)
