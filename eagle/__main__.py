@@ -157,6 +157,7 @@ def find_verb(argv: list[str] | None) -> tuple[partial[None], list[str], int]:
     Help, the version and the refusal of an unknown verb are printed here, and the process exits. The status of a
     refusal is 2 for `inspect` and `doctor`, as their 1 says that a checkpoint is broken.
     """
+    # paths of methods of the user's own, whether code beside heads may run, and all other words of the command line
     plugins, trusts_heads, words = take_code_options(sys.argv[1:] if argv is None else argv)
     if not words:
         print(overview(), file=sys.stderr)
@@ -244,6 +245,7 @@ def printed_help(verb: str) -> str | None:
 def refuse_unknown_options(verb: str, argv: Sequence[str]) -> None:
     """Exit with the usage if an option is not in the verb's help: its own parser would import torch first."""
     text = printed_help(verb)
+    # without the help page the verb's own parser refuses
     if text is None:
         return
     options = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text)) | LAUNCHER
@@ -261,9 +263,11 @@ def refuse_unknown_options(verb: str, argv: Sequence[str]) -> None:
 
 
 def take_code_options(argv: list[str]) -> tuple[list[str], bool, list[str]]:
-    """Return the plugins, whether heads' code is trusted, and the other arguments; obey `--quiet`.
+    """Return the plugins, whether heads' code is trusted, and the other arguments.
 
-    They come from this command line and, by environment variables, from the process that started this one.
+    Plugins are absolute paths of Python files with drafting methods. They and the trust come from this command line
+    and, by environment variables, from the process that started this one. `--quiet` is obeyed here: it sets the
+    environment variables that switch off progress.
     """
     parser = argparse.ArgumentParser(prog="eagle", usage=USAGE, add_help=False, allow_abbrev=False)
     parser.add_argument("--plugin", action="append", default=[])
@@ -282,7 +286,7 @@ def take_code_options(argv: list[str]) -> tuple[list[str], bool, list[str]]:
 
 
 def admit_code(plugins: Sequence[str], trusts_heads: bool) -> None:
-    """Register the methods of plugins, and trust code in heads' folders if asked to.
+    """Register the methods of plugins, and trust code in heads' folders if asked to; both run code of others.
 
     Both hold in this process and, by environment variables, in those that it starts.
 

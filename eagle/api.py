@@ -114,7 +114,7 @@ def stream(
     """Yield new tokens as they are committed, as lists with a `text`.
 
     The arguments are those of `generate`. With several prompts, or a `batch_size`, items are pairs (index of the
-    prompt, new tokens).
+    prompt, new tokens). A forward of the target commits the accepted draft tokens and one of its own.
 
     Example:
         >>> for new in stream(target, "ngram", "Count to ten."):  # doctest: +SKIP
@@ -244,7 +244,7 @@ def open_drafter(drafter: Any, target: Any) -> Any:
     name = str(drafter)
     weights = Path(name) / WEIGHTS
     written = weights.stat().st_mtime_ns if weights.is_file() else None
-    # LM head, time of the weights file, and drafter
+    # the target's LM head that it was bound to, the time of its weights file, and the drafter
     loaded = target.named_drafters.get(name)
     if loaded is None or loaded[0] is not target.head or loaded[1] != written:
         loaded = (target.head, written, load_drafter(name, target))
@@ -292,8 +292,9 @@ def join_sampling(sampling: Any, shortcuts: dict[str, Any]) -> Any:
 def sort_settings(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the sections of a recipe from the keywords of `train`.
 
-    A keyword that names a section holds the whole section; any other is a key of the section `train`.
+    A keyword that names a section holds keys of that section; any other is a key of the section `train`.
     """
+    # these three always get keys from `train` itself
     values: dict[str, dict[str, Any]] = {"data": {}, "drafter": {}, "train": {}}
     keys = TrainSection.model_fields
     for name, value in settings.items():

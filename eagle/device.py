@@ -107,7 +107,7 @@ def set_fastest_threads(
     times: dict[int, list[float]] = {2**power: [] for power in range(max_threads.bit_length())}
     times[max_threads] = []
     begin = clock()
-    # two rounds at least, as the first forward of each number only warms up
+    # two rounds at least, as the first forward of each number only warms up; a single number needs no timing
     while len(times) > 1 and (len(times[max_threads]) < 2 or clock() - begin < seconds):
         for count, seconds_of_count in times.items():
             torch.set_num_threads(count)
@@ -144,6 +144,7 @@ class ThreadsOfLongWork:
         load: Callable[[], float] | None = None,
         most: int | None = None,
     ) -> None:
+        """Time nothing yet; the arguments are those of the class."""
         self.forward = forward
         self.clock = clock
         self.load = load or load_of_machine
@@ -178,6 +179,7 @@ class ThreadsOfLongWork:
         return None if best == before else best
 
     def _time_threads(self) -> int:
+        """Time the numbers of threads, set the fastest, and return it."""
         best = set_fastest_threads(self.forward, self.max_threads, clock=self.clock)
         self._record_timing()
         return best
@@ -238,6 +240,7 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 
     This is the only place where decoding waits for the device.
     """
+    # one tensor is one transfer already
     if len(tensors) < 2:
         return [tensor.cpu() for tensor in tensors]
     flat = torch.cat([tensor.flatten() for tensor in tensors]).cpu()
@@ -246,7 +249,10 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def pick_rows(tensor: Tensor, rows: Sequence[int]) -> Tensor:
-    """Return these rows of [B, ..] without waiting for the device; `tensor` itself if they are all rows in order."""
+    """Return these rows (indices of the first dimension) of a tensor without waiting for its device.
+
+    They are a copy, or `tensor` itself if they are all rows in order.
+    """
     if len(rows) == len(tensor) and list(rows) == list(range(len(rows))):
         return tensor
     return tensor[upload(torch.tensor(rows), tensor.device)]

@@ -41,7 +41,10 @@ def lock_folder(folder: str | Path, *, hold: bool = True, wait: bool = False) ->
 
 @contextmanager
 def lock_path(path: str | Path, *, hold: bool = True) -> Iterator[None]:
-    """Lock a file, or a folder that is replaced whole, against other runs, by a lock file beside it."""
+    """Lock a file, or a folder that is replaced whole, against other runs, by a lock file beside it.
+
+    Of the processes of one command the first holds the lock for all; the others pass `hold=False`.
+    """
     path = Path(path)
     with _hold_lock(path.with_name(path.name + LOCK), path, hold, wait=False):
         yield
@@ -49,7 +52,14 @@ def lock_path(path: str | Path, *, hold: bool = True) -> Iterator[None]:
 
 @contextmanager
 def _hold_lock(lock: Path, protected: Path, hold: bool, wait: bool) -> Iterator[None]:
-    """Lock the file `lock`, and remove it at the end of the block; messages name the `protected` path."""
+    """Lock the file `lock`, and remove it at the end of the block; messages name the `protected` path.
+
+    Args:
+        lock: The lock file.
+        protected: What it protects.
+        hold: Whether this process locks; another of the same command does it otherwise.
+        wait: Whether to wait for a run that has locked it; else that is an error.
+    """
     if not hold:
         yield
         return
@@ -71,7 +81,10 @@ def _hold_lock(lock: Path, protected: Path, hold: bool, wait: bool) -> Iterator[
 
 
 def _acquire(lock: Path, protected: Path, wait: bool) -> TextIO | None:
-    """Return the lock file, locked by this process; None, with a warning, where the filesystem has no locks."""
+    """Return the lock file, open and locked by this process; None, with a warning, where the filesystem has no locks.
+
+    The lock ends when the file is closed. `protected` is named in messages; `wait` is that of `_hold_lock`.
+    """
     fault: OSError | None = None
     for _ in range(ATTEMPTS):
         try:
@@ -98,7 +111,11 @@ def _acquire(lock: Path, protected: Path, wait: bool) -> TextIO | None:
 
 
 def _lock_file(path: Path, protected: Path, wait: bool) -> TextIO | None:
-    """Open and lock the file; None if a run that has ended removed it meanwhile, so that another must be opened."""
+    """Open and lock the file; None if a run that has ended removed it meanwhile, so that another must be opened.
+
+    The file gets the process and the time of its lock, which other runs show. A lock that another run holds is waited
+    for with `wait`, else a ValueError.
+    """
     file = path.open("a+", encoding="utf-8")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -218,7 +235,7 @@ def apply_umask(folder: Path) -> None:
 
 
 def sha256(path: Path) -> str:
-    """Return the checksum of a file."""
+    """Return the SHA-256 checksum of a file, in hexadecimal digits."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         for block in iter(lambda: file.read(1 << 20), b""):

@@ -22,7 +22,10 @@ DEMO = "recipes/tiny/demo.yaml"  # what training runs where no recipe is named
 
 
 def reach_stages() -> None:
-    """Let this process and those that it starts import data_prep, eval and recipes."""
+    """Let this process and those that it starts import data_prep, eval and recipes.
+
+    It adds their folder to `sys.path` and to the environment variable PYTHONPATH.
+    """
     if str(STAGES) not in sys.path:
         sys.path.insert(0, str(STAGES))
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
@@ -92,8 +95,9 @@ def move_to_target(values: Any, original: Any, overridden: set[str]) -> Any:
     if new_name == old_name:
         return values
 
-    # `key` is dotted, as in an override
     def move(value: Any, key: str) -> Any:
+        """Return a value with the paths in it moved; `key` is its dotted key, as in an override, "" for all values."""
+        # values that the user gave stay, and so does the target
         if key in overridden or key == "target":
             return value
         if isinstance(value, dict):
@@ -108,4 +112,5 @@ def move_to_target(values: Any, original: Any, overridden: set[str]) -> Any:
 
 
 def _target_name(target: Any) -> str:
+    """Return the name of the folder of a target's runs: the last part of its adapter's or model's path."""
     return Path(target.get("adapter") or target["path"]).name

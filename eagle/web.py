@@ -44,8 +44,8 @@ class ReaderUntil(RawIOBase):
 
     def __init__(self, sock: Any, raw: Any, deadline: float) -> None:
         self.sock = sock
-        self.raw = raw
-        self.deadline = deadline
+        self.raw = raw  # the raw stream that reads from the socket
+        self.deadline = deadline  # as `monotonic` tells the time, in seconds
 
     def readable(self) -> bool:
         """Whether it can be read."""
@@ -66,10 +66,11 @@ class ReaderUntil(RawIOBase):
 
 
 class ResponseUntil(HTTPResponse):
-    """A response that must be whole by a deadline: its head is read by the same rule as its body."""
+    """A response that must be whole by a deadline (a time of `monotonic`), its head as well as its body."""
 
     def __init__(self, sock: Any, *args: Any, deadline: float, **kwargs: Any) -> None:
         super().__init__(sock, *args, **kwargs)
+        # the file that a response is read from: its raw stream now checks the deadline before each read
         self.fp = BufferedReader(ReaderUntil(sock, self.fp.detach(), deadline))
 
 
@@ -80,6 +81,7 @@ def make_opener(connect_seconds: float | None = None) -> OpenerDirector:
     """
 
     def connect(connection: Any, connect_socket: Callable[[], None]) -> None:
+        """Connect within `connect_seconds`, and give the response the deadline of the whole request."""
         seconds = connection.timeout
         # a connection serves one request, whose deadline begins here and holds for the response, too
         connection.response_class = partial(ResponseUntil, deadline=monotonic() + seconds)

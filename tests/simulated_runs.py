@@ -364,7 +364,7 @@ def fill(dtype: str, target: Target) -> tuple[Any, list[Any]]:
         shared=torch.tensor([0, SHARED, 0, 0, 0, 0]),
         writer=lambda shard: Writer(written),
         shard_bytes=lambda shard: 0,
-        tokens_and_mask=lambda index: (texts[index].tokens, texts[index].loss_mask),
+        stored_tokens=lambda index: (texts[index].tokens, texts[index].loss_mask),
     )
     with watch() as crossed:
         tokens = list(extract(target, store, [0, 1]))

@@ -36,6 +36,7 @@ class TimedTrace:
         return len(self.trace.tokens) / self.seconds
 
     def __str__(self) -> str:
+        """Return tokens, speed, forwards and acceptance length in a phrase."""
         return (
             f"{len(self.trace.tokens)} tokens, {self.speed:.1f} tokens/s; {len(self.trace.cycles)} forwards after the "
             f"prompt's, acceptance length {self.trace.acceptance_length:.2f}"
@@ -55,11 +56,21 @@ def stream_text(
 
     A target keeps the KV cache of its last sequence and does not read a shared prefix again: where the prefill is to
     be timed, call `target.forget()` first.
+
+    Args:
+        target: The model that answers.
+        drafter: What drafts for it.
+        prompt: Token ids.
+        write: Gets each piece of text, and whether its last token was drafted.
+        is_stopped: Whether the user wants no more; asked before each forward.
+        options: Further options of `eagle.decoding.decode.stream`, such as the sampling.
     """
+    # turns tokens into text, and keeps back bytes that are no whole character yet
     spell = Spelling(target.tokenizer)
     trace = Trace([])
     seconds = 0.0
     prompt_seconds = 0.0
+    # yields the new tokens of each forward, and writes them to `trace`
     cycles: Any = stream(target, drafter, prompt, trace=trace, **options)
     while trace.finish == "running" and not is_stopped():
         start = perf_counter()
@@ -83,10 +94,12 @@ def stream_text(
 def writer_to(out: TextIO, coloured: bool) -> Write:
     """Return a function that writes pieces of an answer to `out`, drafted ones in green if `coloured`.
 
-    A terminal gets no control characters, as an answer must not move its cursor.
+    It takes a piece of text, and whether it was drafted. A terminal gets no control characters, as an answer must not
+    move its cursor.
     """
 
     def write(text: str, is_drafted: bool) -> None:
+        """Write a piece of text, and show it at once."""
         if out.isatty():
             text = text.translate(HARMLESS)
         out.write(f"{GREEN}{text}{PLAIN}" if is_drafted and coloured else text)
@@ -106,5 +119,6 @@ def parse_options(pairs: Sequence[str]) -> dict[str, Any]:
     """Return the options of a drafter from words KEY=VALUE, whose values are YAML."""
     options: dict[str, Any] = {}
     for pair in pairs:
+        # sets the value in `options`
         lay_over(options, pair)
     return options

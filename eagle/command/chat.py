@@ -70,12 +70,12 @@ class Chat:
         self.target = target
         self.sampling = sampling
         self.max_new_tokens = max_new_tokens
-        # with drafts (True) or without (False)
+        # by whether answers are drafted: the drafter, and the tokens and seconds of the answers so far
         self.drafters = {True: drafter, False: load_drafter("none", target)}
         self.paces = {True: Pace(), False: Pace()}
-        self.drafts = True
+        self.drafts = True  # whether the next answer is drafted
         self.system: list[dict[str, Any]] = []  # one message, or none
-        self.turns: list[dict[str, Any]] = []
+        self.turns: list[dict[str, Any]] = []  # messages of the user and the target, in turn
 
     def answer(
         self, question: str, write: Write, is_stopped: Callable[[], bool] = lambda: False
@@ -84,6 +84,11 @@ class Chat:
 
         The whole conversation is printed by the chat template each time, since templates may rewrite earlier turns. The
         target reads what is new in it.
+
+        Args:
+            question: The user's message.
+            write: Gets each piece of the answer's text, and whether it was drafted.
+            is_stopped: Whether the user has stopped the answer.
         """
         turns = [*self.turns, {"role": "user", "content": question}]
         try:
@@ -136,7 +141,12 @@ class Chat:
         return text
 
     def _compare(self, speed: float, other_speed: float | None) -> str:
-        """Return a phrase that compares an answer's speed with the other way of decoding, once both were timed."""
+        """Return a phrase that compares an answer's speed with the other way of decoding, once both were timed.
+
+        Args:
+            speed: Tokens per second of this answer, drafted or plain as `drafts` says.
+            other_speed: Tokens per second of all answers of the other way; None before any.
+        """
         if other_speed is None:
             return "; /plain answers without drafts, to compare" if self.drafts else ""
         if self.drafts:
@@ -189,6 +199,7 @@ def noting_interrupt() -> Iterator[Callable[[], bool]]:
     received: list[int] = []
 
     def note(signal_number: int, frame: FrameType | None) -> None:
+        """Handle SIGINT: note it, and let the next one raise KeyboardInterrupt."""
         received.append(signal_number)
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -20,6 +20,7 @@ def main(argv: list[str]) -> None:
         "--device", default="cpu", help="where to check it, as `cuda` (default: %(default)s)"
     )
     args = parser.parse_args(argv)
+    # called for its refusal, before anything is printed
     find_method(args.method)
     device = check_device(args.device)
     duration = "a minute at most" if args.fast else "some minutes"

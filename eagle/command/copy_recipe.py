@@ -60,6 +60,7 @@ def first_lines() -> dict[str, str]:
 
     # False sorts first: recipes of models by name, then the others by the order of their folders in `FOLDERS`
     def rank(name: str) -> tuple[bool, int]:
+        """Return the key by which a recipe's name is sorted; equal keys keep their order, that of names."""
         folder = name.split("/")[0]
         return folder in FOLDERS, [*FOLDERS, folder].index(folder)
 

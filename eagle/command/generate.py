@@ -152,6 +152,7 @@ def _generate(args: argparse.Namespace) -> None:
     prompt = read_prompt(target, args)
     if target.device.type == "cpu":
         choose_threads(partial(generate, target, plain, prompt, max_new_tokens=2))
+    # the thresholds of typical acceptance, a lossy rule; None for the exact one
     typical = PUBLISHED_TYPICAL if args.typical else None
     sampling = Sampling(args.temperature, seed=args.seed, typical=typical)
     if args.compare:
@@ -182,6 +183,7 @@ def _generate(args: argparse.Namespace) -> None:
     print()
     legend = f" ({GREEN}green{PLAIN}: drafted)" if is_coloured else ""
     _print_note(f"{args.drafter}: {drafted}{legend}")
+    # the usual way to read a tree, by an attention mask, is not worth a line
     if target.describe() != "mask":
         _print_note(f"trees are read by {target.describe()}")
     if policy is not None:
@@ -237,7 +239,10 @@ def _search_beams(args: argparse.Namespace) -> None:
 def _measure_policy(
     target: Target, drafter: Drafter, prompt: list[int], sampling: Sampling
 ) -> Goodput:
-    """Return a policy with the costs that a generation of up to 256 tokens measures, as far as positions are left."""
+    """Return a policy that drafts as many levels in each cycle as pay, by costs that it measures on this machine.
+
+    They are measured in a generation of up to 256 tokens, as far as the model has positions left.
+    """
     new_tokens = 256
     if target.max_positions is not None:
         new_tokens = max(min(256, target.max_positions - len(prompt)), 1)
@@ -249,10 +254,16 @@ def _compare_answers(
 ) -> str:
     """Return a phrase that says whether two answers are the same, or at which token and how near a tie they part.
 
-    `is_lossy` says that the rule of acceptance may change the answer.
+    Args:
+        target: The model that answered.
+        drafted: Its answer with drafts.
+        plain: Its answer without.
+        sampling: How it chose tokens in both.
+        is_lossy: Whether the rule of acceptance may change the answer.
     """
     if drafted.tokens == plain.tokens:
         return "and the output is the same"
+    # counted from 1
     first = first_difference(drafted.tokens, plain.tokens) + 1
     if is_lossy:
         return (

@@ -32,7 +32,8 @@ SHARED = {
 def launcher_options(argv: list[str]) -> tuple[list[str], list[str]]:
     """Return the options of accelerate's launcher, and the remaining arguments, which are the stage's.
 
-    There are no options where one process runs, which needs no launcher.
+    A stage is a program such as `train` or `extract`. There are no options where one process runs, which needs no
+    launcher.
     """
     parser = argparse.ArgumentParser(prog="eagle", add_help=False, allow_abbrev=False)
     parser.add_argument("--processes", "--num_processes", dest="num_processes", type=int)
@@ -46,6 +47,7 @@ def launcher_options(argv: list[str]) -> tuple[list[str], list[str]]:
                 f"--processes is {args.num_processes}, expected how many share the work: 1 or more"
             )
         args.config_file = args.config_file or "ddp"
+    # DDP on one process is a plain run
     if args.config_file == "ddp" and args.num_processes == 1:
         return [], rest
     if args.config_file is not None:
@@ -98,6 +100,7 @@ def check_recipe(argv: list[str]) -> None:
         argv = [DEMO, *argv]
     args, _ = command_line("eagle", None).parse_known_intermixed_args(argv)
     recipe = Recipe.load(args.recipe, [word for word in args.overrides if "=" in word])
+    # both calls only check: wrong settings, or a target that is not there, are refused
     import_module("eagle.drafters").settings_of(recipe.drafter.model_dump(), args.recipe)
     target = recipe.target
     read_config = import_module("eagle.target.borrowed").target_config
@@ -114,6 +117,7 @@ def train(argv: list[str]) -> None:
         sys.exit()
     options, rest = launcher_options(argv)
     args = parse_train(rest)
+    # the program that trains a head alone
     module = "recipes.train_eagle"
     if args.check:
         # a check runs in one process, which is told how many the run will have

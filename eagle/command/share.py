@@ -114,6 +114,7 @@ def pack_store(folder: Path, name: str) -> UploadPlan:
     store.borrowed_folder()
     # a damaged shard must be found here, and not by those who fetch the store
     count = len(store.plan)
+    # each step of the generator verifies one shard
     for _ in progress(store.verify(range(count)), "verify", count, unit="shards"):
         pass
     upload = UploadPlan("dataset", Path.home())
@@ -143,7 +144,10 @@ def pack_answers(path: Path, name: str) -> UploadPlan:
 
 
 def _note_checksum(upload: UploadPlan) -> None:
-    """Update the checksum of the target's config in a store's index, after words in the config were hidden."""
+    """Update the checksum of the target's config in a store's index, in place, after words in the config were hidden.
+
+    The index lists the checksums of the files that the store has copied from its target (`borrowed`).
+    """
     index = json.loads(upload.files["index.json"].read())
     digest = hashlib.sha256(upload.files["config.json"].read()).hexdigest()
     index["made"]["borrowed"]["config.json"] = digest
@@ -156,6 +160,7 @@ def describe(upload: UploadPlan, name: str, private: bool) -> Iterator[str]:
     """Yield the lines that `eagle push` shows: where the files go, each file, what was hidden, and what stays here."""
     visibility = "private" if private else "public"
     yield f"to {name}, a {visibility} {upload.repo_type} repository; one that is there stays as visible as it is"
+    # by the name that a line shows: the files of that line
     lines: dict[str, list[UploadFile]] = {}
     for file, item in upload.files.items():
         # the shards of a store are one line

@@ -74,7 +74,7 @@ class Trial:
 
     def __init__(self, kind: str, folder: Path, device: torch.device | str = "cpu") -> None:
         """Make the tiny target, and write its files below `folder`, from which exports are read back."""
-        self.method = find_method(kind)
+        self.method = find_method(kind)  # the class
         self.name = DRAFTERS.registered_name(kind)
         self.folder = folder
         model: Any = make_model()  # transformers leaves `to` without types
@@ -101,13 +101,13 @@ class Trial:
 
     @property
     def taps(self) -> list[int]:
-        """The taps of the states that it is trained on, and of the state before the LM head."""
+        """The target's layer inputs that it is trained on, by index (taps), and -1, the input of the LM head."""
         settings = settings_of({"kind": self.name}, self.name)
         return sorted({*taps_of(settings, self.target.config), -1})
 
     @cached_property
     def examples(self) -> LiveFeatures:
-        """Two random sequences."""
+        """Two random sequences; the target's states are computed when they are read."""
         return learning.make_examples(self.target, self.taps)
 
     def batch(self, *indices: int) -> Batch:
@@ -116,12 +116,15 @@ class Trial:
         return batch.to(self.target.device)
 
     def answers(self) -> Batch:
-        """Return two sequences that go on as the target does."""
+        """Return a batch of two sequences that begin at random and go on with the target's greedy answer."""
         answers = learning.make_examples(self.target, self.taps, answered=True)
         return collate(answers.read([0, 1]), answers.taps).to(self.target.device)
 
     def checks(self) -> Iterator[Check]:
-        """Yield all checks, the fastest first; the last ones are for methods with weights."""
+        """Yield all checks, the fastest first; the last ones are for methods with weights.
+
+        A check is a sentence on what must hold, and a function that raises a `Fault` where it does not.
+        """
         make = self.make
         target = self.target
         prompt = PROMPTS[0]
@@ -139,7 +142,7 @@ class Trial:
             yield Check(f"begin forgets the sequence before, {how}", check)
             check = partial(drafting.check_side_by_side, make, target, PROMPTS, sampling)
             yield Check(f"sequences side by side are drafted as each alone, {how}", check)
-        # a drafter that reads the target's own rows has no state of a sequence that a fork could copy
+        # a drafter that reads the target's own KV cache (`reads.texts`) has no state of a sequence to be copied
         if not self.method.reads.texts:
             check = partial(drafting.check_fork, make, target, drafting.DYNAMIC[0])
             yield Check("a sequence that is forked is drafted for as two", check)
@@ -147,12 +150,15 @@ class Trial:
             yield from self._checks_of_heads()
 
     def _check_output(self, sampling: Sampling) -> None:
-        """Check that the output is the untouched model's own, with all budgets that promise that."""
+        """Check that the output is the untouched model's own, with all budgets that promise that.
+
+        A budget says how large a draft is, and how its tokens are chosen: ranked or sampled.
+        """
         budgets = drafting.RANKED if self.is_trained else drafting.DYNAMIC
         # above temperature 0 sampled drafts keep the target's distribution, but not the tokens of its noise
         if self.is_trained and sampling.temperature == 0:
             budgets = budgets + drafting.DRAWN
-        expected = reference(self.target, PROMPTS[0], sampling, 12)
+        expected = reference(self.target, PROMPTS[0], sampling, count=12)
         drafting.check_output(self.make, self.target, PROMPTS[0], sampling, budgets, expected)
 
     def _checks_of_heads(self) -> Iterator[Check]:
@@ -195,7 +201,10 @@ class Trial:
                 yield Check(about, partial(self._check_law, sampling, budget), is_slow=True)
 
     def _check_exports(self) -> str:
-        """Check the export to every engine; return a note on which engines take the head."""
+        """Check the export to every engine; return a note on which engines take the head.
+
+        An engine that cannot serve the head must refuse it; that is no fault.
+        """
         takers = []
         for engine in EXPORTERS:
             refusal = shipping.check_export(
@@ -235,6 +244,7 @@ def run_checks(
 def run_check(check: Check) -> Outcome:
     """Run one check; its fault is a sentence, even where the method raises any other error."""
     try:
+        # a check may return a note on what it has found to hold
         note = check.run()
     except Fault as fault:
         return Outcome(check.about, str(fault))

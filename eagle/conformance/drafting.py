@@ -75,7 +75,7 @@ def check_output(
         target: The model that is drafted for.
         prompt: Token ids.
         sampling: How the target chooses.
-        budgets: What is drafted, one after the other.
+        budgets: How much is drafted and how, one after the other.
         expected: The output of plain decoding.
 
     Raises:
@@ -112,8 +112,10 @@ def check_law(make: Make, letters: Target, sampling: Sampling, budget: Budget) -
     """
     prompt = [1, 2, 3, 0, 1]
     drafter = make()
+    # how often each answer of three tokens was given
     counts = torch.zeros(LETTERS, LETTERS, LETTERS, dtype=torch.double)
     for request in range(REQUESTS):
+        # another number gives other noise
         request_sampling = replace(sampling, request=request)
         trace = generate(
             letters,
@@ -125,6 +127,7 @@ def check_law(make: Make, letters: Target, sampling: Sampling, budget: Budget) -
             stop=[],
         )
         counts[tuple(trace.tokens[:3])] += 1
+    # the probability of each, and from it the expected count
     law = _law_of_three(letters, prompt, sampling)
     expected = REQUESTS * law / law.sum()
     # Pearson's statistic: a cell for each common answer, and one for all rare ones
@@ -162,7 +165,15 @@ def _law_of_three(letters: Target, prompt: list[int], sampling: Sampling) -> tor
 def check_begin(
     make: Make, target: Target, earlier: list[int], prompt: list[int], sampling: Sampling
 ) -> None:
-    """Check that a drafter keeps nothing of an earlier sequence: it drafts a second one as a new drafter does."""
+    """Check that a drafter keeps nothing of an earlier sequence: it drafts a second one as a new drafter does.
+
+    Args:
+        make: Makes a drafter.
+        target: The model that is drafted for.
+        earlier: Token ids of the prompt that is answered first.
+        prompt: Token ids of the second prompt, whose drafts are compared.
+        sampling: How the target chooses tokens of the second answer.
+    """
     # an answer to another prompt comes first
     used = make()
     generate(target, used, earlier, max_new_tokens=8, stop=[])
@@ -181,18 +192,25 @@ def check_begin(
 
 
 def check_fork(make: Make, target: Target, budget: Budget) -> None:
-    """Check that a forked row is drafted for as a sequence that was read whole, also once the original is released."""
+    """Check that a forked row is drafted for as a sequence that was read whole, also once the original is released.
+
+    A fork copies a drafter's state for one sequence (row) to another row, as beam search needs it.
+    """
     drafter = make()
     if drafter.reads.view:
         drafter.bind_target(target.view())
     shared = [5, 6, 7, 8, 5, 6, 7]
+    # by row: token ids that begin alike and then part
     sequences = {
         0: [*shared, 8, 5, 9, 5, 6, 7, 8],
         1: [*shared, 9, 5, 6, 7, 8, 5, 6],
     }
 
     def propose(state: Any, start: int, end: int, rows: list[int]) -> list[Any]:
-        """Commit tokens `start` to `end` of these rows, and return their drafts."""
+        """Commit tokens `start` to `end` of these rows to a drafter's state, and return their drafts.
+
+        A draft is the row, and the tokens and parents of the nodes of its tree.
+        """
         updates = {row: _commit(drafter, target, sequences[row], start, end) for row in rows}
         trees = state.propose(updates, dict.fromkeys(rows, budget))
         drafts = []
@@ -224,7 +242,11 @@ def check_fork(make: Make, target: Target, budget: Budget) -> None:
 
 
 def _commit(drafter: Any, target: Target, sequence: list[int], start: int, end: int) -> Committed:
-    """Return the update with the tokens from `start` to `end`, whose root is the token after them."""
+    """Return what a drafter learns when the target commits tokens `start` to `end` of a sequence.
+
+    These are the tokens, the target's states at the drafter's taps, and the root: the token after them, which the
+    target has chosen and not read.
+    """
     tokens = torch.tensor(sequence[:end])
     features = target.features(tokens[None], drafter.taps)[0, start:] if drafter.taps else None
     return Committed(tokens[start:], features, sequence[end])
@@ -233,7 +255,10 @@ def _commit(drafter: Any, target: Target, sequence: list[int], start: int, end: 
 def draft_alone(
     make: Make, target: Target, prompts: list[list[int]], sampling: Sampling
 ) -> list[Trace]:
-    """Return an answer to each prompt, one after the other, each with a new drafter."""
+    """Return an answer to each prompt, one after the other, each with a new drafter.
+
+    The index of a prompt is the request number, which decides the target's sampling noise.
+    """
     traces = []
     for row, prompt in enumerate(prompts):
         row_sampling = replace(sampling, request=row)
@@ -248,7 +273,7 @@ def draft_alone(
 def draft_in_batch(
     make: Make, target: Target, prompts: list[list[int]], sampling: Sampling
 ) -> list[Trace]:
-    """Return the answers of `draft_alone`, decoded in one batch with one drafter."""
+    """Return the answers to the same prompts as `draft_alone`, decoded in one batch with one drafter."""
     return generate(
         target,
         make(),
@@ -267,10 +292,12 @@ def check_side_by_side(
     drafter = make()
     alone = draft_alone(make, target, prompts, sampling)
     batch = draft_in_batch(make, target, prompts, sampling)
+    # it learns from all sequences, so that drafts depend on those beside; answers must not
     if drafter.remembers:
         alone = _without_cycles(alone)
         batch = _without_cycles(batch)
     _compare_traces(batch, alone, "in a batch", sampling)
+    # two answers that are asked for in turn
     traces = []
     streams = []
     for row in range(2):
@@ -312,8 +339,13 @@ def _compare_traces(got: list[Trace], expected: list[Trace], how: str, sampling:
 
 
 def check_noise(make: Make, target: Target) -> None:
-    """Check that each level of a draft uses the noise of its position: after n tokens and the root, n + 1 and so on."""
+    """Check that each level of a draft uses the noise of its position: after n tokens and the root, n + 1 and so on.
+
+    The target adds noise to its logits that is fixed by the position, so that a sampled answer does not depend on
+    drafts. A drafter that adds the same noise guesses the sampled tokens.
+    """
     drafter = make()
+    # temperature 1, as a greedy target has no noise
     choose = Choose(SAMPLINGS[2])
     noise = choose.offer(target.vocab_size, target.device)
     assert choose.noise is not None
@@ -324,11 +356,11 @@ def check_noise(make: Make, target: Target) -> None:
     more = Committed(torch.tensor([7, 8]), None if features is None else features[:2], 9)
     for committed, first in ((begun, 6), (more, 8)):
         # a row of noise is made when a position is drafted for: drop the earlier ones, to see which are made
-        choose.noise.forget(99)
+        choose.noise.forget(position=99)
         # the target must read the tokens first where a drafter uses the target's own KV cache
         if drafter.reads.texts and committed is more:
             sequence.read([7, 8])
-        sequence.propose(committed, Budget(8, 3, 2))
+        sequence.propose(committed, Budget(nodes=8, depth=3, top_k=2))
         positions = sorted(choose.noise.rows)
         expected = [first, first + 1, first + 2]
         if positions != expected:

@@ -49,8 +49,9 @@ def make_examples(target: Target, taps: list[int], *, answered: bool = False) ->
 
 def divergence(head: Any, target: Target, batch: Batch) -> float:
     """Return KL(target || head) at the supervised slots, in nats: what a head can still learn of the cross-entropy."""
-    # KL(p || q) = H(p, q) - H(p)
+    # KL(p || q) = H(p, q) - H(p); a token is predicted by the target's state at the token before it
     previous = batch.loss_mask.nonzero()[:, 0] - 1
+    # [S, D] at S supervised tokens, the input of the target's LM head (tap -1)
     hidden = batch.select_taps((-1,))[previous, 0]
     log_probs = target.head.logits(hidden).log_softmax(-1)
     entropy = -(log_probs.exp() * log_probs).sum(-1).mean().item()
@@ -59,7 +60,7 @@ def divergence(head: Any, target: Target, batch: Batch) -> float:
 
 
 def teach(head: Any, target: Target, batch: Batch) -> list[dict[str, Tensor]]:
-    """Train the head for `STEPS` steps on one batch; return the loss terms of each step."""
+    """Train the head, in place, for `STEPS` steps on one batch; return the loss terms of each step."""
     optimizer = torch.optim.AdamW(head.train().parameters(), lr=1e-3)
     losses = []
     for _ in range(STEPS):
@@ -97,7 +98,7 @@ def check_loss_falls(make: Make, target: Target, batch: Batch) -> None:
 def _loss_and_gradients(
     head: Any, batch: Batch, target: Target
 ) -> tuple[float, dict[str, Tensor | None]]:
-    """Return the loss of a batch and the gradient of each weight, None where a weight has none."""
+    """Return the loss of a batch and the gradient of each weight by name, None where a weight has none."""
     head.zero_grad()
     loss = head(batch, target.head)["total"]
     loss.backward()
@@ -113,13 +114,14 @@ def check_supervised_alone(make: Make, target: Target, batch: Batch) -> None:
     A head fails that trains on masked tokens, or that sees tokens after those it predicts.
     """
     head = make().eval()
+    # [N], of each token of the batch its position in its sequence
     positions = torch.cat([torch.arange(length) for length in batch.lengths])
     is_after = positions >= SUPERVISED_END
     batch = replace(batch, loss_mask=batch.loss_mask & ~is_after)
     tokens = batch.tokens.clone()
     tokens[is_after] = 9  # any other token
     features = batch.features.clone()
-    features[is_after] += 1
+    features[is_after] += 1  # the target's states
     loss, gradients = _loss_and_gradients(head, batch, target)
     changed = replace(batch, tokens=tokens, features=features)
     changed_loss, changed_gradients = _loss_and_gradients(head, changed, target)
@@ -145,7 +147,7 @@ def check_supervised_alone(make: Make, target: Target, batch: Batch) -> None:
 def check_supervised_counts(make: Make, target: Target, batch: Batch) -> None:
     """Check that a changed state in the supervised part changes the loss, so that `check_supervised_alone` can fail."""
     head = make().eval()
-    # position 8 is in the supervised part of the first sequence, which begins at 6
+    # position 8 is in the supervised part of the first sequence, which begins at 6; features are the target's states
     features = batch.features.clone()
     features[8] += 1
     changed = replace(batch, features=features)
@@ -182,7 +184,7 @@ def check_validation(
         part: Returns a batch with the sequence of this index alone.
     """
     head = make()
-    # one head in training mode and one not: dropout and noise of training must not change a validation
+    # once in training mode and once not: dropout and noise of training must not change a validation
     whole = head.train().validate(batch, target.head, TREES)
     sums: dict[str, Tensor] = {}
     for index in (0, 1):
@@ -211,7 +213,12 @@ def check_validation(
 
 
 def _check_figures(validated: dict[str, float], losses: dict[str, float]) -> None:
-    """Check the figures of a validation: its loss terms against those of training, and each tree against the chain."""
+    """Check the figures of a validation: its loss terms against those of training, and the tree against the chain.
+
+    Args:
+        validated: Means over the supervised slots, and for each tree "NAME/tau", its acceptance length.
+        losses: The loss terms of a forward on the same batch.
+    """
     for term in validated.keys() & losses.keys():
         if abs(validated[term] - losses[term]) > 1e-5 * abs(losses[term]):
             raise Fault(
@@ -242,6 +249,7 @@ def check_drafted_as_validated(make: Make, target: Target, batch: Batch) -> None
     head.eval().bind(target.head)
     sums = head.validate(batch, target.head, {"chain": CHAIN})
     reached, accepted = count_drafts(head, target, batch)
+    # level 0 is the first drafted token
     for level in range(LEVELS):
         validated_reached = int(sums["chain/reached"][level])
         validated_accepted = int(sums["chain/accepted"][level])
@@ -276,6 +284,7 @@ def count_drafts(head: Any, target: Target, batch: Batch) -> tuple[list[int], li
         for first in range(2, len(tokens)):
             if not is_supervised[first]:
                 continue
+            # the last token of the sequence, which the target has chosen and not read
             root = first - 1
             sequence, update = begin_sequence(
                 head, target, tokens[:root].tolist(), Choose(Sampling())

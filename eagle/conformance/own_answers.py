@@ -23,7 +23,7 @@ from eagle.target.target import Target
 
 @torch.no_grad()
 def own_logits(model: PreTrainedModel, tokens: list[int]) -> Tensor:
-    """Return [T, V], the logits after each token, by transformers' own forward without a cache."""
+    """Return [T, V], the logits after each of T tokens, by transformers' own forward without a cache."""
     ids = torch.tensor([tokens], device=model.device)
     logits: Tensor = model(input_ids=ids, use_cache=False).logits[0]
     return logits
@@ -69,8 +69,12 @@ def warpers(sampling: Sampling) -> LogitsProcessorList:
 
 
 def reference(target: Target, prompt: Sequence[int], sampling: Sampling, count: int) -> list[int]:
-    """Return the untouched model's continuation, warped by transformers, with the noise of the position at T > 0."""
-    # Gumbel noise: the largest of scores and noise is a sample, the same in every run
+    """Return the untouched model's continuation of `count` tokens, as decoding with drafts must give it.
+
+    At temperature 0 it is greedy. Above, transformers' processors warp the logits, and the noise that this project adds
+    for the position, request and seed chooses the token.
+    """
+    # Gumbel noise: the token with the largest sum of score and noise is a sample, the same in every run
     noise = Choose(sampling).noise
     if noise is None:
         return own_answer(target.model, prompt, count)

@@ -18,7 +18,8 @@ from eagle.target.target import Target
 
 
 def check_saved(head: Any, target: Target, prompt: list[int], folder: Path) -> None:
-    """Check that a head drafts the same tree after it was saved and loaded."""
+    """Check that a head drafts the same tree for a prompt after it was saved to `folder` and loaded."""
+    # any recipe and provenance do, as neither is read for a draft
     save_head(folder, head, "recipe", {})
     loaded = load_drafter(folder, target)
     before = _draft(head.bind(target.head), target, prompt)
@@ -31,9 +32,9 @@ def check_saved(head: Any, target: Target, prompt: list[int], folder: Path) -> N
 
 
 def _draft(drafter: Any, target: Target, prompt: list[int]) -> list[tuple[int, int]]:
-    """Return token and parent of each node of a draft."""
+    """Return token and parent of each node of the draft tree that follows a prompt."""
     sequence, update = begin_sequence(drafter, target, prompt, Choose(Sampling()))
-    tree = sequence.propose(update, Budget(12, 4, 3))
+    tree = sequence.propose(update, Budget(nodes=12, depth=4, top_k=3))
     return list(zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True))
 
 

@@ -31,6 +31,7 @@ def make_head(name: str, target: Target, seed: int = 0, **changed_settings: Any)
     torch.manual_seed(seed)
     settings = settings_of({"kind": name, **changed_settings}, name)
     method = DRAFTERS[settings.kind]
+    # only methods that read the target's weights take this argument
     weights = {"weights": target.tensor} if method.reads.weights else {}
     head = method.for_target(settings, target.config, target.head, **weights)
     # levels that start as equal copies of the LM head give equal probabilities, and rounding would order their drafts
@@ -77,7 +78,7 @@ def begin_sequence(
 
 
 def trees_of(trace: Trace) -> list[tuple[list[int], list[int]]]:
-    """Return the tokens and parents of each cycle's whole draft tree, accepted or not."""
+    """Return for each cycle the tokens of its draft tree and the parent of each node, whether accepted or not."""
     return [(cycle.tree.tokens.tolist(), cycle.tree.parents.tolist()) for cycle in trace.cycles]
 
 

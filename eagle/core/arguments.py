@@ -29,6 +29,7 @@ def check_call(target: Any, drafter: Any, sampling: Any, budget: Any) -> None:
         raise ValueError(
             "the drafter stands where the target belongs: call generate(target, drafter, prompt)"
         )
+    # the class Target itself, in place of a loaded target, is refused as well
     if not hasattr(target, "reader") or isinstance(target, type):
         hint = (
             "pass Target(model, tokenizer)"
@@ -46,7 +47,7 @@ def check_call(target: Any, drafter: Any, sampling: Any, budget: Any) -> None:
         raise ValueError(
             f"sampling is {_describe(sampling)}, expected a Sampling: as Sampling(temperature=0.7)"
         )
-    # a policy is any object with these attributes of the `Policy` protocol
+    # a policy chooses a budget for each cycle; it is any object with these attributes of the `Policy` protocol
     is_policy = hasattr(budget, "within") and hasattr(budget, "nodes")
     if budget is not None and not isinstance(budget, Budget) and not is_policy:
         raise ValueError(
@@ -55,6 +56,7 @@ def check_call(target: Any, drafter: Any, sampling: Any, budget: Any) -> None:
     if budget is None:
         budget = drafter.budget or Budget()
     _check_rule(sampling, budget, drafter)
+    # taps are the indices of the target's layers whose inputs the drafter reads
     if drafter.taps:
         target.check_taps(drafter.taps)
     # `bound_to` holds the target's head that the drafter was bound to, or nothing
@@ -70,7 +72,14 @@ def check_call(target: Any, drafter: Any, sampling: Any, budget: Any) -> None:
 
 
 def _check_rule(sampling: Sampling, budget: Any, drafter: Drafter) -> None:
-    """Refuse sampled drafts, or a confidence threshold, that this verification rule or drafter does not support."""
+    """Refuse sampled drafts, or a confidence threshold, that this verification rule or drafter does not support.
+
+    Args:
+        sampling: How the target samples. Typical acceptance looks at the target's probabilities alone, so it has no use
+            for the probabilities that sampled drafts were drawn from.
+        budget: A `Budget`, or a policy, which may lack the fields `confidence` and `draw`.
+        drafter: The drafter, which may or may not predict how likely its nodes are accepted.
+    """
     check_confidence(getattr(budget, "confidence", None), drafter)
     if getattr(budget, "draw", None) != "sampled":
         return
@@ -81,7 +90,13 @@ def _check_rule(sampling: Sampling, budget: Any, drafter: Drafter) -> None:
 
 
 def check_confidence(confidence: float | None, drafter: Drafter) -> None:
-    """Refuse a budget's confidence threshold if the drafter gives no confidence."""
+    """Refuse a budget's confidence threshold if the drafter does not predict how likely its nodes are accepted.
+
+    Args:
+        confidence: `Budget.confidence`, the least predicted probability of acceptance at which a node gets children;
+            None for no threshold.
+        drafter: The drafter.
+    """
     if confidence is not None and not drafter.rates_nodes:
         raise ValueError(
             f"Budget.confidence is {confidence}, and {type(drafter).__name__} cannot tell how likely a node is kept: "
@@ -99,6 +114,7 @@ def refuse_options(unknown: Iterable[str], options: Iterable[str]) -> None:
     # most unknown options are fields of Sampling or Budget that were passed to the call itself
     options = sorted(options)
     for name in unknown:
+        # each class whose fields are looked through, and the option of the call that takes an instance of it
         owners: tuple[tuple[Any, str], ...] = ((Sampling, "sampling"), (Budget, "budget"))
         for owner, option in owners:
             if name in {field.name for field in fields(owner)}:
@@ -117,7 +133,13 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 
 def list_values(name: str, value: Any, count: int) -> list[Any]:
-    """Return a list of `count` values, from one value for all prompts or a list with one for each."""
+    """Return an option of a call as a list with one value for each prompt.
+
+    Args:
+        name: The option, for the error message.
+        value: One value for all prompts, or a list or tuple with one for each.
+        count: The number of prompts.
+    """
     if not isinstance(value, (list, tuple)):
         return [value] * count
     if len(value) != count:
@@ -128,7 +150,12 @@ def list_values(name: str, value: Any, count: int) -> list[Any]:
 
 
 def list_traces(traces: Any, count: int) -> list[Trace]:
-    """Return a list of `count` traces: the caller's, one for each prompt, or new ones."""
+    """Return a list of `count` traces, to which answers are written: the caller's, one for each prompt, or new ones.
+
+    Args:
+        traces: The caller's list; None for new traces.
+        count: The number of prompts.
+    """
     if traces is None:
         return [Trace([]) for _ in range(count)]
     if not isinstance(traces, (list, tuple)) or len(traces) != count:
@@ -167,7 +194,7 @@ def boolean(name: str, value: Any) -> bool:
 
 
 def check_policy(policy: Any, samplings: Sequence[Sampling], batch_size: int) -> None:
-    """Refuse a policy that cannot decide for these samplings, or for a batch of this size.
+    """Refuse a policy, which chooses the drafts' sizes, if it cannot serve these samplings or this batch size.
 
     Args:
         policy: A `Budget` or a policy; only policies may define `check_request`, which raises the error.
@@ -203,13 +230,14 @@ def prompt_rows(prompt: Any, batch_size: int | None = None) -> list[list[int]] |
     """Return several prompts (or any with a `batch_size`) as lists of ints; None for a single prompt.
 
     Args:
-        prompt: Several prompts are a list of what `token_ids` takes, a tensor or array [B, T], or a tokenizer's
-            output. Padding is removed.
+        prompt: Several prompts are a list of what `token_ids` takes, a tensor or array [B, T] of B prompts with T
+            tokens each, or a tokenizer's output. The tokens that its `attention_mask` marks as padding are removed.
         batch_size: The caller's option, None if it was not passed. With a batch size even a list of one prompt returns
             a list.
     """
     is_output = isinstance(prompt, Mapping)
     rows = _list_rows(prompt.get("input_ids") if is_output else prompt)
+    # one item without a batch size is a single prompt, as a tensor [1, T] is
     if batch_size is None and (rows is None or len(rows) <= 1):
         return None
     if rows is None:
@@ -226,7 +254,7 @@ def prompt_rows(prompt: Any, batch_size: int | None = None) -> list[list[int]] |
     if mask is None or any(media_of(tokens) for tokens in prompts):
         return prompts
 
-    # tokens that the attention mask hides are padding
+    # tokens that the attention mask marks with 0 are padding
     masks = [token_ids(row) for row in _list_rows(mask) or []]
     mask_lengths = [len(marks) for marks in masks]
     prompt_lengths = [len(tokens) for tokens in prompts]
@@ -241,7 +269,7 @@ def prompt_rows(prompt: Any, batch_size: int | None = None) -> list[list[int]] |
 
 
 def _list_rows(value: Any) -> list[Any] | None:
-    """Return the prompts of a value that can hold several, or None if it is a single prompt."""
+    """Return the prompts of a value that can hold several, each in its own form, or None if it is a single prompt."""
     # a tensor or an array of any library: two dimensions are several prompts
     if hasattr(value, "tolist"):
         return list(value) if len(value.shape) == 2 else None
@@ -259,6 +287,7 @@ def _list_rows(value: Any) -> list[Any] | None:
 
 def _is_row(item: Any) -> bool:
     """Return whether an item of a list is itself a list, tensor or array of tokens."""
+    # a single number of numpy or torch has no dimensions
     return isinstance(item, (list, tuple)) or getattr(item, "ndim", 0) > 0
 
 
@@ -266,6 +295,7 @@ class PromptTokens(list[int]):
     """The tokens of a prompt with images, and what a processor gave beside them, as the model's forward takes it."""
 
     def __init__(self, tokens: Iterable[int], media: Mapping[str, Any]) -> None:
+        """Hold the token ids as the items of the list, and the processor's other outputs, such as pixels, by name."""
         super().__init__(tokens)
         self.media = dict(media)
 
@@ -276,8 +306,11 @@ def media_of(prompt: Sequence[int]) -> dict[str, Any]:
 
 
 def is_setting(name: str, value: Any) -> bool:
-    """Return whether an image input is a setting of the encoder, such as a layer's index, which stays no tensor."""
-    # a list of ints may be a list of layers; under an image's name it is data
+    """Return whether an input that came with images is a setting of the image encoder, such as a layer's index.
+
+    A setting is passed to the model as it is. All other inputs are data, and are made tensors on the model's device.
+    """
+    # a list of ints may be a list of layers; under a name such as "image_sizes" it is data
     if isinstance(value, (list, tuple)):
         return not IMAGES.search(name) and all(type(item) is int for item in value)
     return isinstance(value, (bool, int, float, str))
@@ -288,7 +321,7 @@ def token_ids(prompt: Any) -> list[int]:
 
     Args:
         prompt: A list, tensor or array [T] or [1, T], or a tokenizer's output. A processor's output with images gives
-            `PromptTokens`.
+            `PromptTokens`, a list that also holds the other inputs of the model, such as pixels.
     """
     if isinstance(prompt, PromptTokens):
         return prompt
@@ -305,12 +338,13 @@ def token_ids(prompt: Any) -> list[int]:
         if shape == () or shape[:-1] not in ((), (1,)):
             raise ValueError(f"{ONE_PROMPT}: got a tensor of shape {shape}, expected [T] or [1, T]")
         prompt = prompt.reshape(-1).tolist()
-    # a set has no order
+    # a set has no order, so it cannot be a sequence of tokens
     if not isinstance(prompt, Iterable) or isinstance(prompt, (set, frozenset)):
         raise ValueError(
             f"the prompt is {_describe(prompt)}, expected token ids in a list or a tensor [T] or [1, T]"
         )
     items = list(prompt)
+    # a nested list such as [[1, 2, 3]] is one prompt
     if items and _is_row(items[0]):
         if len(items) > 1:
             raise ValueError(
@@ -321,7 +355,10 @@ def token_ids(prompt: Any) -> list[int]:
 
 
 def _input_ids(prompt: Mapping[str, Any]) -> list[int]:
-    """Return the token ids of a tokenizer's or processor's output with one prompt, in which padding is refused."""
+    """Return the token ids of a tokenizer's or processor's output with one prompt, in which padding is refused.
+
+    With images among the outputs, the list is a `PromptTokens`, which keeps them for the model's forward.
+    """
     if "input_ids" not in prompt:
         raise ValueError(
             f"the prompt holds {', '.join(map(str, prompt))}, expected input_ids as a tokenizer returns them; of a "
@@ -338,7 +375,7 @@ def _input_ids(prompt: Mapping[str, Any]) -> list[int]:
 
 
 def _media_in(prompt: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all further inputs of a processor's output if images are among them, else an empty dict."""
+    """Return all outputs of a processor but tokens and mask, by name, if images are among them, else an empty dict."""
     # inputs such as token types are needed only to tell image tokens from text, so they are dropped without images
     media = {
         name: value
@@ -350,6 +387,7 @@ def _media_in(prompt: Mapping[str, Any]) -> dict[str, Any]:
 
 def _token_id(item: Any) -> int:
     """Return an item of a prompt as an int; ValueError, with advice, if it is no token id."""
+    # a frequent mistake: chat messages in place of their tokens
     if isinstance(item, Mapping) and {"role", "content"} & set(item):
         raise ValueError(
             "the prompt is a list of messages, expected token ids: use target.chat(messages)"
@@ -364,7 +402,7 @@ def _token_id(item: Any) -> int:
 
 
 def _describe(value: Any) -> str:
-    """Return how an error message calls a value: its repr if that is short, else its type."""
+    """Return how an error message names a value: classes by name, None, text and numbers by repr, others by type."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
     if value is None or isinstance(value, (str, int, float)):

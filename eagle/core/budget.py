@@ -66,7 +66,11 @@ class Budget:
             )
 
     def _check_paths(self) -> None:
-        """Refuse paths that form no tree, or exceed the budget's `nodes` or `top_k`."""
+        """Refuse paths that form no tree, or exceed the budget's `nodes` or `top_k`.
+
+        A path names a draft node by the rank, among its siblings, of each node on the way from the root to it: (0, 1)
+        is the second child of the root's first child.
+        """
         # the empty path is the root, which need not be named
         paths = {path for path in self.paths or () if path}
         for path in paths:
@@ -89,7 +93,14 @@ class Budget:
 
     @classmethod
     def fixed(cls, paths: Paths, draw: Draw = "noise", confidence: float | None = None) -> Budget:
-        """Return a budget with a fixed tree shape, such as EAGLE-1's (`eagle.core.tree.PUBLISHED_TREE`)."""
+        """Return a budget with a fixed tree shape, such as EAGLE-1's (`eagle.core.tree.PUBLISHED_TREE`).
+
+        Args:
+            paths: For each draft node the ranks among siblings on the way to it: ((0,), (1,), (0, 0)) are two children
+                of the root, and one child of the first. Every node on the way must be named as well.
+            draw: How children are chosen where the target samples (`Draw`).
+            confidence: The least predicted probability of acceptance at which a node gets children; None: no threshold.
+        """
         paths = _as_paths(paths)
         # the limits that just admit these paths; a node of rank r needs r + 1 candidates
         return cls(
@@ -107,14 +118,17 @@ class Budget:
         return min(self.nodes, self.depth, self.top_k) == 0
 
     def within(self, levels: int) -> Budget:
-        """Return this budget with its depth clamped to `levels`."""
+        """Return this budget with a depth of at most `levels`; it allows no drafts if these are 0 or fewer."""
         if self.depth <= levels:
             return self
         return replace(self, depth=max(levels, 0))
 
 
 def _as_paths(paths: Any) -> Paths:
-    """Return paths as tuples of ints, from any nested sequence of ranks; ValueError for anything else."""
+    """Return a tree's paths as tuples of ints, from any nested sequence of ints; ValueError for anything else.
+
+    A path names a node by the rank, among its siblings, of each node on the way from the root to it.
+    """
     try:
         # the items of a string are no ranks, although those of bytes would pass as ints
         if isinstance(paths, (str, bytes)):
@@ -138,11 +152,14 @@ class Policy(Protocol):
     # of a request is chosen before its first budget.
 
     def within(self, levels: int) -> Budget:
-        """Return the next cycle's budget, at most `levels` deep; an empty one if drafting does not pay."""
+        """Return the next cycle's budget, at most `levels` deep; one that allows no drafts if drafting does not pay.
+
+        A cycle is one draft, one forward of the target, and the tokens on which both agree.
+        """
         ...
 
     def learn(self, cycle: Any) -> None:
-        """Learn from the outcome of a cycle (`eagle.core.trace.Cycle`)."""
+        """Learn from the outcome of a cycle (`eagle.core.trace.Cycle`): its tree, accepted nodes and seconds."""
         ...
 
 
@@ -156,11 +173,13 @@ def describe_budget(budget: Mapping[str, Any]) -> str:
     depth = budget["depth"]
     if not nodes:
         return ""
-    # the acceptance above temperature 0 depends on it; reports of early releases do not name it
+    # the acceptance above temperature 0 depends on `draw`; reports of early releases lack the field. "noise", the
+    # default, is not mentioned.
     draw = budget.get("draw", "noise")
     how = "" if draw == "noise" else f", draw {draw}"
     if budget.get("paths"):
         return f"fixed tree of {nodes} nodes, depth {depth}{how}"
+    # one child for each node, or a single node: a chain, which ends at the smaller of both limits
     if budget["top_k"] == 1 or nodes == depth == 1:
         length = min(nodes, depth)
         return f"chain of {length} token{'' if length == 1 else 's'}{how}"

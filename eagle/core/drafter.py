@@ -47,18 +47,25 @@ class TargetHead:
     width: int | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TargetHead:
-        """Return itself, so that a copied head shares the target."""
+        """Return itself, so that `copy.deepcopy` of a drafter copies none of the target's weights."""
         return self
 
     @property
     def scale(self) -> float:
-        """The factor between a row of the embedding matrix and the embedding, with the module's own factor (Gemma)."""
+        """The factor from a row of the embedding matrix to the embedding that the first layer reads.
+
+        It is `embed_scale` times the factor that the embedding module applies itself, as Gemma's does.
+        """
         # rounded to the weights' precision, as the module does
         factor = torch.as_tensor(getattr(self.embedding, "embed_scale", 1.0))
         return self.embed_scale * factor.to(self.embedding.get_parameter("weight").dtype).item()
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Return token embeddings as the target's first layer sees them, without learned positions."""
+        """Return token embeddings [.., width] as the target's first layer reads them, without learned positions.
+
+        Args:
+            tokens: [..], token ids.
+        """
         embedded = self.embedding(tokens)
         if self.width not in (None, embedded.shape[-1]):
             raise ValueError(
@@ -70,12 +77,12 @@ class TargetHead:
         return embedded * self.embed_scale
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return the logits [.., V] of the LM head's input [.., D], in the weights' dtype.
+        """Return the logits of V tokens from the LM head's input, in the weights' dtype: [.., V].
 
         Args:
-            hidden: The input.
-            out: A tensor [.., V] to write the product to, which saves memory. With a scale or a softcap the result is
-                another tensor.
+            hidden: [.., D], hidden states of the target's width D, after its final norm.
+            out: A tensor [.., V] that the matrix product is written to, which saves memory. With a logit scale or a
+                softcap the result is another tensor.
         """
         hidden = hidden.to(self.weight.dtype)
         if out is None:
@@ -92,14 +99,15 @@ class TargetHead:
         return logits
 
     def slope(self, logits: Tensor, hidden: Tensor) -> Tensor | None:
-        """Return the derivative [.., V] of the logits by the values before the softcap; None without a softcap.
+        """Return the derivative of each logit by its value before the softcap, [.., V]; None without a softcap.
 
         `pull_back` needs it. The loss computes gradients by hand, chunk by chunk, so it asks before it overwrites the
         logits.
 
         Args:
-            logits: [.., V], after the softcap.
-            hidden: [.., D], their input, which heads need whose logits are no matrix product (`eagle.target`).
+            logits: [.., V], of V tokens, after the softcap.
+            hidden: [.., D], the LM head's input. It is not read here: subclasses whose logits are no matrix product
+                need it (`eagle.target`).
         """
         if self.softcap is None:
             return None
@@ -107,13 +115,13 @@ class TargetHead:
         return 1 - (logits / self.softcap) ** 2
 
     def pull_back(self, gradient: Tensor, slope: Tensor | None) -> Tensor:
-        """Return the gradient [.., D] at the hidden states, by the chain rule.
+        """Return the gradient of a loss at the hidden states that the LM head reads, [.., D], by the chain rule.
 
         d logits / d hidden = slope of the softcap * logit scale * matrix
 
         Args:
-            gradient: [.., V], at the logits; it is overwritten.
-            slope: What `slope` returned.
+            gradient: [.., V], at the logits of V tokens; it is overwritten.
+            slope: What `slope` returned: the derivative of the softcap, or None without one.
         """
         if slope is not None:
             gradient = gradient.mul_(slope)
@@ -125,7 +133,8 @@ class TargetHead:
     def narrow(self, tokens: Tensor | slice) -> TargetHead:
         """Return a head whose logits are those of a subset of the vocabulary, in the order of `tokens`.
 
-        Rows of the matrix are copied, unless `tokens` is a slice.
+        Args:
+            tokens: Token ids, for which rows of the matrix are copied; or a slice of ids, which copies nothing.
         """
         bias = getattr(self.output, "bias", None)
         rows = self.weight[tokens]
@@ -150,12 +159,15 @@ class TargetHead:
         return self.softcap is None
 
     def start_matrix(self) -> Tensor:
-        """Return the matrix [V, D] times the logit scale, as the initial weights of a drafter's own LM head."""
+        """Return the LM head's matrix times the logit scale, as initial weights of a drafter's own LM head.
+
+        It is [V, D], a row of the target's width D for each of V tokens.
+        """
         return self.weight * self.logit_scale
 
     @property
     def weight(self) -> Tensor:
-        """[V, D], the LM head's matrix."""
+        """The LM head's matrix, [V, D]: a row of the target's width D for each of V tokens."""
         return self.output.get_parameter("weight")
 
 
@@ -179,20 +191,34 @@ class HeadShape(Protocol):
 
 
 class Noise(Protocol):
-    """The sampling noise of the target, as a drafter may use it, in units of the plain logits."""
+    """The sampling noise of the target, as a drafter may use it, in units of the plain logits.
+
+    The target samples by Gumbel-max: it takes the argmax of logits plus noise. The noise is fixed by the position in
+    the sequence, so that a sampled answer does not depend on the draft. A drafter may add it to its own logits too.
+    """
 
     @property
     def temperature(self) -> float:
-        """Above 0."""
+        """The target's sampling temperature, above 0: a greedy target offers no noise."""
 
     def __call__(self, positions: list[int]) -> Tensor:
-        """Return what the target adds to its logits [P, V] when it chooses the tokens at these positions."""
+        """Return what the target adds to its logits when it chooses the tokens at P positions of a sequence, [P, V].
+
+        V is the size of the vocabulary.
+        """
 
     def draft_noise(self, rows: int) -> Tensor:
-        """Return noise [rows, V] for the drafter's own sampling: new in every call, and never used by the target."""
+        """Return noise for the drafter's own sampling: new in every call, and never used by the target.
+
+        It is [rows, V]: `rows` distributions are sampled from, over V tokens.
+        """
 
     def filter_logits(self, logits: Tensor) -> Tensor:
-        """Return the logits [K, V], far lower for tokens that a target with these logits would not sample."""
+        """Return the logits, far lower for tokens that a target with these logits would not sample (top-k, top-p, ...).
+
+        Args:
+            logits: [K, V], K distributions over V tokens.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +238,7 @@ class Reads:
 
     @property
     def trees(self) -> bool:
-        """Whether it reads what the target computes at the nodes of a tree, the rejected ones included."""
+        """Whether the drafter reads what the target computes at the nodes of a draft tree, rejected ones included."""
         return bool(self.choices or self.states or self.followers)
 
 
@@ -231,7 +257,7 @@ class Followers(NamedTuple):
 
     @classmethod
     def join(cls, batches: Sequence[Followers]) -> Followers | None:
-        """Join consecutive batches into one; None if there are none."""
+        """Join consecutive batches, each of the tokens of one forward, into one; None if there are none."""
         if not batches:
             return None
         tokens, likeliest = zip(*batches, strict=True)
@@ -256,14 +282,18 @@ class Committed:
 
     @classmethod
     def join(cls, updates: Sequence[Committed]) -> Committed:
-        """Join consecutive updates of one sequence into one, for a drafter that did not draft in the cycles between."""
+        """Join consecutive updates of one sequence into one, for a drafter that did not draft in the cycles between.
+
+        Args:
+            updates: At least one, the oldest first; each holds the tokens that one cycle has committed.
+        """
         last = updates[-1]
         if len(updates) == 1:
             return last
         tokens = torch.cat([update.tokens for update in updates])
         features = [update.features for update in updates if update.features is not None]
         followers = [update.followers for update in updates if update.followers is not None]
-        # root, tree, choices and states are those after the last update
+        # root, tree, choices and states describe the newest cycle alone, so those of the last update stay
         return replace(
             last,
             tokens=tokens,
@@ -276,7 +306,12 @@ class DraftSequence(Protocol):
     """A drafter's state for one sequence: what it has read of it, such as a KV cache."""
 
     def propose(self, update: Committed, budget: Budget) -> DraftTree:
-        """Return a tree rooted at `update.root`, of at most `budget.nodes` further nodes."""
+        """Return a tree rooted at `update.root`, of at most `budget.nodes` further nodes.
+
+        Args:
+            update: The tokens that the target has committed since the last call, which the drafter reads first.
+            budget: The limits on the tree's nodes, levels and children.
+        """
 
 
 DraftText = DraftSequence  # the older name, for methods written with it
@@ -291,13 +326,18 @@ class DraftState(Protocol):
     def propose(
         self, updates: Mapping[int, Committed], budgets: Mapping[int, Budget]
     ) -> dict[int, DraftTree]:
-        """Return a tree for each row, rooted at its update's root, with at most its budget's nodes."""
+        """Return a tree for each row, rooted at its update's root, with at most its budget's nodes.
+
+        Args:
+            updates: Row -> the tokens that the target has committed since this row's last call.
+            budgets: Row -> the limits on its tree.
+        """
 
     def fork(self, row: int, other: int) -> None:
         """Copy the state of `row` to a new row `other`: beam search continues one beam as several."""
 
     def release(self, row: int) -> None:
-        """Release a row."""
+        """Drop the state of a row whose sequence has ended."""
 
 
 class Drafter:
@@ -321,7 +361,7 @@ class Drafter:
 
     @property
     def target_head(self) -> TargetHead:
-        """The target's embedding and LM head, which the drafter was bound to."""
+        """The target's embedding and LM head, which the drafter was bound to; RuntimeError before `bind`."""
         if not self.bound_to:
             raise RuntimeError(f"{type(self).__name__} has no target: call bind(target.head) first")
         return self.bound_to[0]
@@ -335,7 +375,7 @@ class Drafter:
         """Return the state for one new sequence; by default `open` makes a state for several, of which this is one row.
 
         Args:
-            noise: The target's sampling noise; None if it is greedy.
+            noise: The target's sampling noise, fixed by position, which drafts may use; None if the target is greedy.
         """
         # this begin calls open, and the default open calls begin: a class that defines neither would call for ever
         if type(self).open is Drafter.open:
@@ -349,35 +389,46 @@ class Drafter:
         return _SingleSequence(self.open(), noise)
 
     def open(self) -> DraftState:
-        """Return the state for several sequences decoded in a batch."""
+        """Return the state for several sequences decoded in a batch; by default one state of `begin` for each."""
         return PerSequenceState(self)
 
     def open_with(self, texts: Any) -> DraftState:
-        """Return a state for several sequences, with the target's cache rows (`eagle.target.view.TargetSequences`)."""
+        """Return a state for several sequences, for a drafter that reads the target's KV cache (`Reads.texts`).
+
+        Args:
+            texts: Access to the sequences in that cache (`eagle.target.view.TargetSequences`).
+        """
         raise NotImplementedError(
             f"{type(self).__name__} reads the target's sequences: write open_with(texts)"
         )
 
     def bind_target(self, view: Any) -> None:
-        """Receive the target's layers (`eagle.target.view.TargetView`) before any sequence, if it `reads` a view."""
+        """Receive the target's layers before any sequence begins, for a drafter that drafts with them (`Reads.view`).
+
+        Args:
+            view: Access to the layers (`eagle.target.view.TargetView`).
+        """
         raise NotImplementedError(
             f"{type(self).__name__} reads a view of the target: write bind_target(view)"
         )
 
     def forwards(self, budget: Budget) -> tuple[int, ...] | None:
-        """Return how many tokens of a sequence each forward of a draft reads, without the first forward.
+        """Return how many tokens of a sequence each forward of a draft reads, in order, without the first forward.
 
         From these numbers the seconds of a draft are forecast. The first forward reads the newly committed tokens and
         is counted by `unread`. None if the drafter does not always run a network: its cost is then the measured
         seconds of whole drafts.
+
+        Args:
+            budget: The limits on the draft.
         """
         return None
 
     def unread(self, accepted: int, depth: int) -> int:
-        """Return how many tokens the next draft's first forward reads.
+        """Return how many tokens the next draft's first forward reads: those that the drafter has not read yet.
 
         Args:
-            accepted: How many draft tokens of the last tree were accepted.
+            accepted: How many draft tokens of the last tree were accepted, the root not counted.
             depth: The levels of that tree.
         """
         # by default the accepted tokens and the root
@@ -390,7 +441,7 @@ class Drafter:
 
         Args:
             tokens: The length of the sequence, the tokens of a draft included.
-            column: The bytes that one token takes in the target.
+            column: The bytes that one token takes in the target: its keys and values, and its state at one tap.
         """
         return 0
 
@@ -409,11 +460,17 @@ class _SingleSequence:
     """A `DraftSequence` made of a `DraftState` with a single row."""
 
     def __init__(self, state: DraftState, noise: Noise | None) -> None:
+        """Begin the only sequence, in row 0 of a new state.
+
+        Args:
+            state: The state, which changes.
+            noise: The target's sampling noise; None if it is greedy.
+        """
         self.state = state
         state.admit(0, noise)
 
     def propose(self, update: Committed, budget: Budget) -> DraftTree:
-        """Return the tree of the single row."""
+        """Return a tree after the newly committed tokens `update`, within `budget`: that of the state's only row, 0."""
         return self.state.propose({0: update}, {0: budget})[0]
 
 
@@ -421,20 +478,27 @@ class PerSequenceState:
     """Several sequences, each with its own `DraftSequence`, drafted for one after the other."""
 
     def __init__(self, drafter: Drafter) -> None:
+        """Begin without rows; `drafter` makes the state of each new one."""
         self.drafter = drafter
         # row -> the state of its sequence
         self.sequences: dict[int, DraftSequence] = {}
 
     def admit(self, row: int, noise: Noise | None = None) -> None:
-        """Begin a sequence for the row."""
+        """Begin a sequence in a row, with a state of its own; `noise` is the target's (None if it is greedy)."""
         self.sequences[row] = self.drafter.begin(noise)
 
     def propose(
         self, updates: Mapping[int, Committed], budgets: Mapping[int, Budget]
     ) -> dict[int, DraftTree]:
-        """Return a tree for each row, one after the other; `RowErrors` if only some rows fail."""
+        """Return a tree for each row, drafted one after the other; `RowErrors` if only some rows fail.
+
+        Args:
+            updates: Row -> the tokens that were committed since this row's last call.
+            budgets: Row -> the limits on its tree.
+        """
 
         def propose_row(row: int) -> DraftTree:
+            """Return the tree of one row, from the state of its own sequence."""
             return self.sequences[row].propose(updates[row], budgets[row])
 
         return run_rows(updates, propose_row)
@@ -447,7 +511,7 @@ class PerSequenceState:
         self.sequences[other] = copy.deepcopy(self.sequences[row], memo)
 
     def release(self, row: int) -> None:
-        """Forget the row."""
+        """Drop the row's state, as its sequence has ended."""
         del self.sequences[row]
 
 
@@ -478,12 +542,21 @@ class TrainableDrafter(nn.Module, Drafter):
 
     @classmethod
     def taps_for(cls, settings: Any, target_config: Any) -> tuple[int, ...]:
-        """Return the target's layer inputs that a head with these settings reads when it drafts."""
+        """Return the taps, indices of the target's layer inputs, that a head with these settings reads when it drafts.
+
+        Args:
+            settings: An instance of the class `Settings`.
+            target_config: The target's transformers config.
+        """
         return cls.taps
 
     @classmethod
     def context_taps(cls, settings: Any, target_config: Any) -> tuple[int, ...]:
-        """Return the taps that training reads at every position, not only where a supervised token is predicted."""
+        """Return the taps (target layers) that training reads at every position, not only near supervised tokens.
+
+        A store of features keeps other taps only where a supervised token is predicted. The arguments are those of
+        `taps_for`, whose taps these are by default.
+        """
         return cls.taps_for(settings, target_config)
 
     @property
@@ -496,12 +569,15 @@ class TrainableDrafter(nn.Module, Drafter):
 
     @property
     def query_groups(self) -> int:
-        """The number of query heads that share a key."""
+        """The number of query heads that share one key head, in grouped-query attention."""
         return self.shape.num_attention_heads // self.shape.num_key_value_heads
 
     @property
     def parts(self) -> Parts:
-        """The weights of this network that a conversion could swap; those of decoder blocks need no entry."""
+        """The weights that a faulty conversion of this head could swap, for `eagle doctor` to test; by default none.
+
+        Weights of decoder blocks need no entry.
+        """
         return Parts()
 
     @classmethod
@@ -525,12 +601,12 @@ class TrainableDrafter(nn.Module, Drafter):
         raise NotImplementedError(f"{cls.__name__} cannot be made for a target: write for_target")
 
     def bind(self, target_head: TargetHead) -> TrainableDrafter:
-        """Give the head the target's embedding and LM head, which it needs to draft."""
+        """Give the head the target's embedding and LM head, which it needs to draft; return it in evaluation mode."""
         self.bound_to = (target_head,)
         return self.eval()
 
     def compile_parts(self) -> None:
-        """Compile the head's parts for training with `torch.compile`; results are the same up to rounding."""
+        """Train with functions compiled by `torch.compile` from now on; results are the same up to rounding."""
         raise ValueError(f"{type(self).__name__} has no parts to compile: leave train.compile out")
 
     def divisors(self, masks: Sequence[Tensor], seeds: Sequence[int]) -> tuple[float, ...] | None:
@@ -539,13 +615,18 @@ class TrainableDrafter(nn.Module, Drafter):
         A step that is split into several batches needs these numbers of the whole step.
 
         Args:
-            masks: The loss mask [T] of each sequence.
-            seeds: The random seed of each sequence.
+            masks: The loss mask of each sequence, [T] for T tokens: true at supervised tokens.
+            seeds: The random seed of each sequence, as some losses sample the slots that they count.
         """
         return None
 
     def forward(self, batch: Batch, target_head: TargetHead) -> dict[str, Tensor]:
-        """Return loss terms: "total" is minimised, the rest is logged."""
+        """Return loss terms by name: "total" is minimised, the rest is logged.
+
+        Args:
+            batch: Sequences, with the target's hidden states at their tokens.
+            target_head: The target's embedding and LM head.
+        """
         raise NotImplementedError(
             f"{type(self).__name__} does not define its loss: write forward(batch, target_head)"
         )
@@ -558,7 +639,7 @@ class TrainableDrafter(nn.Module, Drafter):
         Sums and not means, because they are added up over batches and processes first.
 
         Args:
-            batch: The batch.
+            batch: Sequences, with the target's hidden states at their tokens.
             target_head: The target's embedding and LM head.
             trees: Tree shapes by name, of which the expected acceptance is estimated.
         """
@@ -570,9 +651,15 @@ class TrainableDrafter(nn.Module, Drafter):
     def draft_levels(
         self, batch: Batch, target_head: TargetHead, levels: int
     ) -> Iterable[tuple[Tensor, Any]]:
-        """Yield for each draft level the states [S, ..] at all supervised slots, and the LM head that reads them.
+        """Yield for each draft level the head's states [S, ..] at all S supervised slots, and the level's LM head.
 
-        `eagle doctor` compares their logits with the target's.
+        A draft begins at each slot i, by reading token i + 1; its level d, from 0, predicts token i + 2 + d. The LM
+        head is a function from states to logits, which `eagle doctor` compares with the target's.
+
+        Args:
+            batch: Sequences, with the target's hidden states at their tokens.
+            target_head: The target's embedding and LM head.
+            levels: How many levels to yield, from the first.
         """
         raise NotImplementedError(
             f"{type(self).__name__} cannot be examined: write draft_levels, see recurrent/unroll.py"

@@ -39,8 +39,11 @@ class Drafts:
     ) -> Drafts | None:
         """Return the drafts of concatenated sequences as one, or None if no sequence has any.
 
+        A slot is the index of the token whose target state a draft starts from; in the result it is an index in the
+        concatenation.
+
         Args:
-            drafts_by_sequence: Of each sequence, with slots counted from its own first token.
+            drafts_by_sequence: Of each sequence, with slots counted from its own first token; None: it has no drafts.
             lengths: The number of tokens of each sequence, by which slots are shifted.
         """
         # not strict: there is one more start, that after the last sequence
@@ -60,7 +63,7 @@ class Drafts:
         )
 
     def to(self, device: torch.device) -> Drafts:
-        """Return a copy with tokens and states on another device."""
+        """Return a copy with tokens and states on another device; slots and counts stay on the host."""
         tokens = self.tokens.to(device, non_blocking=True)
         states = self.states.to(device, non_blocking=True)
         return replace(self, tokens=tokens, states=states)
@@ -108,33 +111,37 @@ class Batch:
 
     @property
     def slots(self) -> int:
-        """The number of supervised tokens, which is that of the slots that count in the loss."""
+        """The number of supervised tokens, which is also the number of slots that count in the loss.
+
+        Slot i has the target's state at token i, reads token i + 1 and predicts token i + 2: the supervised one.
+        """
         return int(self.loss_mask.sum())
 
     @property
     def masks(self) -> tuple[Tensor, ...]:
-        """The loss mask of each sequence."""
+        """The loss mask of each sequence, [T] for its T tokens: true at supervised ones."""
         return self.loss_mask.split(self.lengths)
 
     def select_taps(self, taps: tuple[int, ...]) -> Tensor:
-        """Return the features [N, len(taps), D] of these taps."""
+        """Return the target's hidden states at these taps (layers), [N, len(taps), D]: width D, at each of N tokens."""
         if taps == self.taps:
             return self.features
         return torch.stack([self.features[:, self.taps.index(tap)] for tap in taps], dim=1)
 
     def places_behind(self, slots: Tensor, steps: Tensor | int) -> Tensor:
-        """Return the token indices that drafts from these slots read in one of their steps.
+        """Return the token indices, in the batch, that drafts from these slots read in one of their steps.
 
         A draft from slot s reads token s + 1 in its first step, then s + 2, and so on: tokens of the sequence, or
         the head's own drafts in a batch made by `on_drafts`. Near the end of a sequence an index may belong to another
         sequence; such entries have no weight in the loss.
 
         Args:
-            slots: [S], token indices in the batch.
-            steps: The step, counted from 1; or the step of each slot.
+            slots: [S], for each of S drafts the token index whose target state it starts from.
+            steps: The step, counted from 1; or a tensor with the step of each slot.
         """
         # an index must exist to be gathered, even where it has no weight
         in_sequence = (slots + steps).clamp(max=len(self.tokens) - 1)
+        # branches are set by `on_drafts`: for each slot, the token indices of the draft that starts there
         if self.branches is None:
             return in_sequence
         # the first step reads the token that the target chose, so step 2 reads the first drafted token
@@ -149,9 +156,11 @@ class Batch:
     def on_drafts(self) -> Batch:
         """Return the batch with its drafts appended, for a loss on what the head drafted by itself.
 
-        Only the slots of drafts are supervised, and their levels read the drafted tokens in place of the sequence's.
+        Only the slots where a draft starts are supervised, and a draft's steps after the first read the drafted tokens
+        in place of the sequence's.
         """
         assert self.drafts is not None
+        # A drafts of K tokens each, padding included: slots [A], tokens [A, K], the target's states [A, K, L, D]
         slots = self.drafts.slots
         tokens = self.drafts.tokens
         states = self.drafts.states
@@ -160,6 +169,7 @@ class Batch:
         mask[slots + 2] = True
         # [A, K], the token indices of the drafted tokens once they are appended
         indices = len(self.tokens) + torch.arange(tokens.numel()).view(tokens.shape)
+        # a row for each token of the sequences, so that a slot is the index of its row; rows of other tokens stay 0
         branches = torch.zeros(len(self.tokens), tokens.shape[1], dtype=torch.long)
         branches[slots] = indices
         # the mask and the lengths stay those of the sequences: appended tokens are read, and never supervised
@@ -173,11 +183,14 @@ class Batch:
         )
 
     def pin_memory(self) -> Batch:
-        """Return a copy in pinned host memory, from which an accelerator copies while it computes."""
+        """Return a copy with tokens and features in pinned host memory, for copies that overlap with computing."""
         return replace(self, tokens=_pin(self.tokens), features=_pin(self.features))
 
     def to(self, device: torch.device) -> Batch:
-        """Return a copy with tokens and features on another device; the host does not wait for it."""
+        """Return a copy with tokens, features and drafts on another device; the host does not wait for the transfer.
+
+        The loss mask stays on the host, because the shapes of a forward depend on it.
+        """
         tokens = self.tokens.to(device, non_blocking=True)
         features = self.features.to(device, non_blocking=True)
         drafts = None if self.drafts is None else self.drafts.to(device)
@@ -185,6 +198,7 @@ class Batch:
 
 
 def _pin(tensor: Tensor) -> Tensor:
+    """Return a tensor of the host in pinned (page-locked) memory; one on a device as it is."""
     return tensor.pin_memory() if tensor.device.type == "cpu" else tensor
 
 
@@ -205,7 +219,14 @@ def count_shared(first: Tensor, second: Tensor) -> int:
 
 
 def trim_mask(loss_mask: Tensor) -> Tensor:
-    """Return the loss mask up to its last supervised token, without the first two, which no drafter predicts."""
+    """Return the loss mask up to its last supervised token, with the first two entries false: no drafter predicts them.
+
+    Args:
+        loss_mask: [T] bool, true at the supervised ones of a sequence's T tokens. It is not changed.
+
+    Returns:
+        [up to T] bool; empty if no other token is supervised.
+    """
     # the first slot has the state of token 0, reads token 1 and predicts token 2
     mask = loss_mask.clone()
     mask[:2] = False
@@ -216,10 +237,14 @@ def trim_mask(loss_mask: Tensor) -> Tensor:
 
 
 def gate_mask(mask: Tensor, gate: str) -> Tensor:
-    """Return the loss mask [T] that the recipe key `train.gate` asks for.
+    """Return the loss mask that the recipe key `train.gate` asks for, of the same length.
 
     With "predicted" it is the mask itself: a slot counts if the token that it predicts is supervised. With "read" it is
     shifted by two, as in published code: slot s, which predicts token s + 2, counts if token s is supervised.
+
+    Args:
+        mask: [T] bool, true at the supervised ones of a sequence's T tokens.
+        gate: "predicted" or "read".
     """
     if gate != "read":
         return mask
@@ -231,11 +256,11 @@ def gate_mask(mask: Tensor, gate: str) -> Tensor:
 def collate(
     examples: Sequence[Example], taps: tuple[int, ...], seeds: Sequence[int] | None = None
 ) -> Batch:
-    """Return one batch of examples with features, each cut after its last supervised token.
+    """Return one batch of examples with features, concatenated, each cut after its last supervised token.
 
     Args:
-        examples: With their features.
-        taps: The taps of these features.
+        examples: With their features, the target's hidden states [T, L, D]: T tokens, L taps, width D.
+        taps: The L taps of these features: indices of the target's layers.
         seeds: The random seed of each example; by default its index.
     """
     # nothing after the last supervised token has an influence on the loss
@@ -258,7 +283,12 @@ def collate(
 
 
 def token_counts(sequences: Iterable[Tensor], vocab_size: int) -> Tensor:
-    """Return how often [V] each token occurs in these sequences."""
+    """Return how often each token of the vocabulary occurs in these sequences, [V].
+
+    Args:
+        sequences: The supervised tokens of each training sequence, on the host.
+        vocab_size: V, the size of the target's vocabulary.
+    """
     # sequences are read one by one, so that only one of them is in memory
     counts = torch.zeros(vocab_size, dtype=torch.long)
     for tokens in sequences:
@@ -273,10 +303,10 @@ def token_counts(sequences: Iterable[Tensor], vocab_size: int) -> Tensor:
 
 
 def most_frequent(counts: Tensor, size: int) -> Tensor:
-    """Return the `size` most frequent tokens [D], ascending, as a draft vocabulary; ties go to the lower token.
+    """Return the ids of the `size` most frequent tokens, ascending, as a draft vocabulary; ties go to the lower id.
 
     Args:
-        counts: [V], how often each token occurs.
+        counts: [V], how often each token of the target's vocabulary occurs.
         size: The number of tokens to keep.
     """
     if not 0 < size <= len(counts):
@@ -289,7 +319,8 @@ def most_frequent(counts: Tensor, size: int) -> Tensor:
 class Features(Protocol):
     """Examples with features, stored or computed when they are read."""
 
-    taps: tuple[int, ...]
+    taps: tuple[int, ...]  # the target's layers whose inputs are the features
+    # everything that decides the features, by which a resumed run notices a change
     identity: dict[str, Any]
     together: bool  # whether all processes must read at once, each equally often
     sampled: bool  # whether a loss mask may differ from `mask`, and is known only once the example is read
@@ -301,11 +332,11 @@ class Features(Protocol):
         ...
 
     def mask(self, index: int) -> Tensor:
-        """Return the loss mask [T] of an example."""
+        """Return the loss mask of an example, [T] bool for T tokens, without its features being read."""
         ...
 
     def tokens_and_mask(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return the tokens and the loss mask of an example."""
+        """Return the tokens and the loss mask of an example, both [T], without its features being read."""
         ...
 
 
@@ -313,6 +344,9 @@ def run_ahead(jobs: Iterable[Callable[[], Result]]) -> Generator[Result]:
     """Yield the results of jobs in order, while a thread already runs the next `MAX_PENDING` jobs.
 
     Loading the next batches overlaps with the training step on those that were yielded.
+
+    Args:
+        jobs: Functions without arguments; an error of one is raised where its result would be yielded.
     """
     # a single thread, so that jobs run in their order
     pending: deque[Future[Result]] = deque()

@@ -27,21 +27,23 @@ LEFT_OUT = -1
 
 @dataclass(frozen=True, slots=True)
 class NodeShape:
-    """Parents, ancestors and depths of the nodes of several trees, as tensors on a device."""
+    """Parents, ancestors and depths of the N nodes of each of B trees, as tensors on a device."""
 
     parents: Tensor  # [B, N]; the root is its own parent
     tree_mask: Tensor  # [B, N, N] bool, row i marks node i and its ancestors
     depths: Tensor  # [B, N], steps from the root
 
     def map(self, function: Callable[[Tensor], Tensor]) -> NodeShape:
-        """Return the shape with `function` applied to each of its tensors."""
+        """Return the shape with `function` applied to parents, tree mask and depths, as to move or to pick trees."""
         return NodeShape(function(self.parents), function(self.tree_mask), function(self.depths))
 
 
 def find_shape(parents: Tensor, levels: int) -> NodeShape:
-    """Return the shape of trees of at most `levels` levels, from parents [B, N]; any parent may be given for the root.
+    """Return the ancestors and depths of all nodes of several trees, on the device of `parents`.
 
-    Everything stays on the device of `parents`.
+    Args:
+        parents: [B, N], the parent of each of the N nodes of B trees; of node 0, the root, it is 0 or -1.
+        levels: The most levels of a tree below its root.
     """
     # the clamp only keeps indices valid: a check would need the host, which refuses faulty trees when it reads them
     parents = parents.clamp(0, parents.shape[1] - 1)
@@ -59,7 +61,13 @@ def find_shape(parents: Tensor, levels: int) -> NodeShape:
 
 @lru_cache(256)
 def fixed_shape(parents: tuple[int, ...], device: torch.device) -> NodeShape:
-    """Return the shape of one tree with these parents; cached, so that a fixed tree is uploaded to a device once."""
+    """Return the shape of one tree, with a batch dimension of 1; cached, so that a fixed tree is uploaded once.
+
+    Args:
+        parents: The parent of each node; of node 0, the root, it is 0 or -1.
+        device: Where the tensors lie afterwards.
+    """
+    # a tree of N nodes has fewer than N levels
     shape = find_shape(torch.tensor(parents)[None], len(parents))
     return shape.map(lambda tensor: upload(tensor, device))
 
@@ -81,12 +89,13 @@ class DeviceTrees:
 
         Args:
             rows: The batch row of each tree.
-            columns: [B, 1 or 3, N - 1], the nodes without the roots: their tokens, and if `parents` is None also their
-                parents and the bits of their fp32 likelihoods. All are integers in one tensor, so that one transfer
-                reads them.
-            levels: The most levels of a tree.
+            columns: [B, 1 or 3, N - 1], of B trees of N nodes, without the roots: the nodes' tokens, and if `parents`
+                is None also their parents and the bits of their fp32 likelihoods. All are integers in one tensor, so
+                that one transfer reads them.
+            levels: The most levels of a tree below its root.
             parents: [N], on the host, if all trees have one fixed shape.
-            probs: [B, N, V], what the nodes were sampled from; None for trees that were not sampled.
+            probs: [B, N, V], the drafter's probabilities of V tokens that each node was sampled from; None for trees
+                that were not sampled.
             leaves_nodes_out: Whether some nodes may be `LEFT_OUT`, which do not belong to their tree.
         """
         self.rows = list(rows)
@@ -96,7 +105,7 @@ class DeviceTrees:
         self.probs = probs
         self.leaves_nodes_out = leaves_nodes_out
         self.roots: list[int] = []  # the root token of each tree, once `hand_over` has set them
-        # the groups of one proposal, which are read in one transfer
+        # all groups of trees of one proposal, which are read in one transfer; `hand_over` sets them
         self.read_together: Sequence[DeviceTrees] = [self]
         self.host_columns: Tensor | None = None  # `columns` on the host, once they are read
 
@@ -107,28 +116,38 @@ class DeviceTrees:
 
     @cached_property
     def tokens(self) -> Tensor:
-        """[B, N], on the device; `LEFT_OUT` for nodes that do not belong to a tree."""
+        """The tokens of B trees of N nodes, [B, N], on the device; `LEFT_OUT` for nodes that belong to no tree."""
         roots = upload(torch.tensor(self.roots)[:, None], self.columns.device)
         return torch.cat([roots, self.columns[:, 0]], dim=1)
 
     @cached_property
     def shape(self) -> NodeShape:
-        """The shape of all trees, on the device, with the `LEFT_OUT` nodes."""
+        """Parents, ancestors and depths of all trees' nodes, on the device, with the `LEFT_OUT` nodes."""
         if self.parents is None:
-            # a parent of 0 is added for the root, whose own parent does not matter
+            # columns hold tokens, parents and likelihoods, in this order; a parent of 0 is added for the root
             return find_shape(F.pad(self.columns[:, 1], (1, 0)), self.levels)
+        # all trees share one shape, which is expanded to the batch without a copy
         count = len(self.columns)
         shared = fixed_shape(tuple(self.parents.tolist()), self.columns.device)
         return shared.map(lambda tensor: tensor.expand(count, *tensor.shape[1:]))
 
     def pick(self, indices: Sequence[int]) -> tuple[Tensor, NodeShape]:
-        """Return the tokens [B, N] and the shape of some of the trees."""
+        """Return the tokens and the shape of some of the trees, on the device.
+
+        Args:
+            indices: Of B trees, in the order of the result, whose tokens are [B, N] with N nodes each.
+        """
         return pick_rows(self.tokens, indices), self.shape.map(
             lambda tensor: pick_rows(tensor, indices)
         )
 
     def tree(self, index: int) -> DraftTree:
-        """Return one of the trees as a `DraftTree` on the host, read from the device if it was not yet."""
+        """Return one of the trees as a `DraftTree` on the host, read from the device if it was not yet.
+
+        Args:
+            index: Of the tree in this group.
+        """
+        # one transfer reads all groups of the proposal and sets their `host_columns`
         if self.host_columns is None:
             read_trees(self.read_together)
         assert self.host_columns is not None
@@ -146,7 +165,12 @@ class DeviceTrees:
         return _leave_out(tokens, parents, likelihoods=bits.int().view(torch.float32))
 
     def renumber(self, index: int, path: list[int]) -> list[int]:
-        """Turn a path's node numbers on the device into those of the host's tree, which lacks the `LEFT_OUT` nodes."""
+        """Turn a path's node numbers on the device into those of the host's tree, which lacks the `LEFT_OUT` nodes.
+
+        Args:
+            index: Of the tree in this group.
+            path: Nodes of this tree that belong to it, the root first.
+        """
         if not self.leaves_nodes_out:
             return path
         # a node's new number is the count of kept nodes before it; the root is always kept, and has no column
@@ -164,7 +188,7 @@ class GrownTree(DraftTree):
 
     @classmethod
     def of(cls, device_trees: DeviceTrees, index: int) -> GrownTree:
-        """Return the tree of this index, without a transfer."""
+        """Return the tree of this index in a group of trees on a device, without a transfer to the host."""
         # DraftTree's own __init__ would check the fields, which are not on the host yet
         tree = object.__new__(cls)
         object.__setattr__(tree, "device_trees", device_trees)
@@ -186,12 +210,12 @@ class GrownTree(DraftTree):
 
     @property
     def levels(self) -> int:
-        """The most levels that it may have, without a transfer."""
+        """The most levels that the tree may have below its root, told without a transfer to the host."""
         return max(self.depths()) if self.device_trees is None else self.device_trees.levels
 
     @property
     def columns(self) -> int:
-        """The number of nodes that the target reads, with the `LEFT_OUT` nodes."""
+        """The number of nodes that the target reads, with the root and the `LEFT_OUT` nodes."""
         return len(self) if self.device_trees is None else self.device_trees.size
 
     def renumber(self, path: list[int]) -> list[int]:
@@ -199,6 +223,7 @@ class GrownTree(DraftTree):
         return path if self.device_trees is None else self.device_trees.renumber(self.index, path)
 
     def __len__(self) -> int:
+        """Return the number of nodes, the root included; trees that may have `LEFT_OUT` nodes are read for it."""
         # nodes that were left out can only be counted once the host has the tokens
         if self.device_trees is None or self.device_trees.leaves_nodes_out:
             return len(self.tokens)
@@ -220,7 +245,8 @@ def hand_over(
     They are read from the device now (`at_once`), or when one of their fields is first asked for.
 
     Args:
-        groups: The trees of some rows; the other rows get a tree with the root alone.
+        groups: The trees of some rows; the other rows get a tree with the root alone. They are told their root tokens
+            and each other, so that one transfer reads all.
         roots: The root token of every row.
         at_once: Whether to read all trees now. Sampled trees are read in any case, as the host verifies them.
     """
@@ -237,12 +263,12 @@ def hand_over(
 
 
 def read_trees(groups: Sequence[DeviceTrees]) -> None:
-    """Read trees from their device in one transfer, for which the host waits."""
+    """Copy the columns of groups of trees to the host, where each keeps its own; one transfer, for which it waits."""
     _store_columns(groups, to_host([group.columns for group in groups]))
 
 
 def _store_columns(groups: Sequence[DeviceTrees], columns: Sequence[Tensor]) -> None:
-    """Keep the columns that were copied to the host with their trees."""
+    """Set each group's `host_columns` to its columns, which were copied to the host."""
     for group, host_columns in zip(groups, columns, strict=True):
         group.host_columns = host_columns
 
@@ -252,7 +278,14 @@ def lay_out(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return tokens and depths [B, N] and attention masks [B, N, N], for one forward of the target over all trees.
 
-    They are on the host if all trees are, where masks are None for chains; else on the device.
+    There are B trees, padded to the N nodes of the largest. A depth is a node's number of steps from the root, and row
+    i of a mask marks the nodes that node i attends to. All are on the host if all trees are, where masks are None for
+    chains; else on the device.
+
+    Args:
+        trees: Of each row of the batch.
+        device: The target's.
+        vocab_size: The size of the target's vocabulary.
     """
     if not any(map(lies_on_device, trees)):
         return stack_trees(trees)
@@ -262,11 +295,12 @@ def lay_out(
 
 
 def place_trees(trees: Sequence[DraftTree], device: torch.device) -> tuple[Tensor, NodeShape]:
-    """Return the trees' tokens [B, N] and shape as tensors on a device; trees on the host are uploaded.
+    """Return the trees' tokens and shape as tensors on a device; trees on the host are uploaded.
 
-    A node of padding has the token `LEFT_OUT`, attends only to itself, and has the root's depth.
+    Tokens are [B, N], of B trees padded to the N nodes of the largest. A node of padding has the token `LEFT_OUT`,
+    attends only to itself, and has the root's depth.
     """
-    # trees of one group share its tensors, and are picked from them together
+    # trees of one `DeviceTrees` share its tensors, and are picked from them together; a host tree is its own group
     groups = {id(tree.device_trees) if lies_on_device(tree) else id(tree) for tree in trees}
     if len(groups) == 1:
         return _place_group(trees, device)
@@ -275,6 +309,7 @@ def place_trees(trees: Sequence[DraftTree], device: torch.device) -> tuple[Tenso
     count = max(tokens.shape[1] for tokens, _ in placed)
 
     def stack(tensors: Sequence[Tensor], padding: int) -> Tensor:
+        """Return tensors [1, nodes of a tree] as one [B, N], padded with a value."""
         padded = [F.pad(tensor, (0, count - tensor.shape[1]), value=padding) for tensor in tensors]
         return torch.cat(padded)
 
@@ -290,7 +325,7 @@ def place_trees(trees: Sequence[DraftTree], device: torch.device) -> tuple[Tenso
 
 
 def _place_group(trees: Sequence[DraftTree], device: torch.device) -> tuple[Tensor, NodeShape]:
-    """Return the tokens [B, N] and the shape of trees of one `DeviceTrees`, or of a single tree on the host."""
+    """Return the tokens [B, N] and the shape of B trees of N nodes, all of one `DeviceTrees`, or of one host tree."""
     first = trees[0]
     # trees on the host come one by one
     if not lies_on_device(first):
@@ -307,7 +342,14 @@ def _leave_out(
     draft_probs: Tensor | None = None,
     likelihoods: Tensor | None = None,
 ) -> DraftTree:
-    """Return the tree without its `LEFT_OUT` nodes. The descendants of such a node are all `LEFT_OUT`, too."""
+    """Return a tree on the host without its `LEFT_OUT` nodes, whose descendants are all `LEFT_OUT`, too.
+
+    Args:
+        tokens: [N], of all nodes, the root first; `LEFT_OUT` for nodes that do not belong to the tree.
+        parents: [N], -1 for the root.
+        draft_probs: [N, V], what each node was sampled from; None for trees that were not sampled.
+        likelihoods: [N], the drafter's log-probability of each node's path; None if they are not known.
+    """
     is_kept = tokens != LEFT_OUT
     if is_kept.all():
         return DraftTree(tokens, parents, draft_probs, likelihoods)
@@ -325,7 +367,8 @@ def _leave_out(
 class Walks:
     """The accepted paths of several trees, on a device."""
 
-    # [B, W], accepted nodes, the root first; each entry after the last of them is padding, and holds its own index
+    # [B, W], of B trees, with W nodes at most: the accepted nodes, the root first; each entry after the last of them is
+    # padding, and holds its own index
     paths: Tensor
     counts: Tensor  # [B], the number of accepted nodes, the root included
     following: Tensor  # [B], the token that the target chose after the last accepted node
@@ -337,10 +380,10 @@ def walk_trees(tokens: Tensor, shape: NodeShape, choices: Tensor, width: int) ->
     A node is accepted if its token, and that of each of its ancestors, is the target's choice after the parent.
 
     Args:
-        tokens: [B, N], the token of each node.
+        tokens: [B, N], the token of each of N nodes of B trees; `LEFT_OUT`, which no choice equals, for padding.
         shape: Parents and ancestors of the nodes.
         choices: [B, N], the token that the target chose after each node.
-        width: W, the nodes of the longest path, the root included.
+        width: The most nodes of a path, the root included: the number of columns of the result's paths.
     """
     nodes = torch.arange(tokens.shape[1], device=tokens.device)
     # [B, N]: the root, and nodes whose token the target chose after their parent
@@ -363,12 +406,14 @@ def walk_outputs(rows: Sequence[tuple[TargetOutput, Choose]]) -> Walks:
     """Choose the target's token after each node, and return the accepted paths; at least one tree is on the device.
 
     Args:
-        rows: The target's output on each row's tree, and how the target chooses.
+        rows: For each row of the batch the target's output on its tree, and how the target chooses. Noise that is
+            cached for positions of committed tokens is dropped.
     """
     device = rows[0][0].logits.device
     trees = [output.tree for output, _ in rows]
     tokens, shape = place_trees(trees, device)
-    choices = torch.zeros_like(tokens)  # [B, N]
+    # [B, N], the token that the target chooses after each node; 0 after padding, which is never accepted
+    choices = torch.zeros_like(tokens)
     for row, (output, choose) in enumerate(rows):
         # positions up to the root are committed: no token is chosen there again
         if choose.noise is not None:
@@ -388,8 +433,13 @@ def read_walks(
 ) -> list[tuple[list[int], int]]:
     """Copy the outcomes of `walk_outputs` and the trees to the host, in one transfer.
 
+    Args:
+        rows: For each row of the batch the target's output on its tree, and how the target chooses.
+        walks: The accepted paths, on the device.
+
     Returns:
-        Of each row the accepted path, in the node numbers of its tree on the host, and the token after it.
+        Of each row the accepted path, the root first, in the node numbers of its tree on the host, and the target's
+        token after it.
     """
     # The trees of one proposal lie in several groups, one for each kind of budget. All of its groups are read, also
     # those of rows that are not verified now, so that a row that is read later needs no transfer.
@@ -400,6 +450,7 @@ def read_walks(
             for group in tree.device_trees.read_together:
                 groups_by_id[id(group)] = group
     groups = list(groups_by_id.values())
+    # of each group the tokens of its nodes, and, unless its shape is fixed, their parents and likelihoods
     columns = [group.columns for group in groups]
     *host_columns, paths, counts, following = to_host(
         [*columns, walks.paths, walks.counts, walks.following]
@@ -410,6 +461,6 @@ def read_walks(
     for tree, path, count, token in zip(
         trees, paths.tolist(), counts.tolist(), following.tolist(), strict=True
     ):
-        # the device counts `LEFT_OUT` nodes, and the host's tree lacks them
+        # what follows the first `count` nodes is padding; the host's tree lacks the device's `LEFT_OUT` nodes
         results.append((tree.renumber(path[:count]), token))
     return results

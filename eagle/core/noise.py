@@ -32,20 +32,27 @@ class Noise:
     """Gumbel noise by a counter-based hash of (seed, request, position, token), equal on all devices."""
 
     def __init__(self, seed: int, request: int) -> None:
+        """Begin the noise of one sequence; sequences with one seed differ by their request number."""
         self.stream = mix64(mix64(seed) + request)  # 64 bits that differ for each seed and request
         self.rows: dict[int, Tensor] = {}  # position -> its noise [V], cached
 
     def __call__(self, positions: Sequence[int], vocab_size: int, device: torch.device) -> Tensor:
-        """Return the noise [P, V] at these positions; rows are cached until `forget`."""
+        """Return the noise at P positions of the sequence, [P, V]; it is cached until `forget`.
+
+        Args:
+            positions: The positions of the tokens that are chosen with it.
+            vocab_size: V, the size of the target's vocabulary.
+            device: Where the noise is made.
+        """
         fill_rows([(self, positions)], vocab_size, device)
         return torch.stack([self.rows[position] for position in positions])
 
     def forget(self, position: int) -> None:
-        """Drop the cached noise of positions before `position`, where no token is chosen any more."""
+        """Drop the cached noise of positions before `position`: their tokens are committed, and not chosen again."""
         self.rows = {key: row for key, row in self.rows.items() if key >= position}
 
     def key(self, position: int) -> int:
-        """Return the 64 bits that all noise at a position is hashed from."""
+        """Return the 64-bit number that the noise of all tokens at a position is hashed from."""
         return mix64(self.stream + position)
 
     def pick(self, scores: Tensor, position: int) -> int | None:
@@ -55,13 +62,13 @@ class Noise:
         few percent.
 
         Args:
-            scores: [V], log-probabilities up to a constant.
+            scores: [V], the log-probability of each token of the vocabulary, up to a constant, on the host.
             position: The position of the token in its sequence.
         """
         top = float(scores.max())
         if math.isnan(top):
             return None
-        # the noise of the whole vocabulary is known already
+        # the noise of the whole vocabulary is cached already
         if position in self.rows:
             return int((scores + self.rows[position]).argmax())
         values = scores.numpy()
@@ -105,8 +112,8 @@ def fill_rows(
     """Make and cache the noise of several sequences at several positions at once, where it is not cached yet.
 
     Args:
-        requests: The noise of a sequence, and the positions that are needed of it.
-        vocab_size: V.
+        requests: Pairs of a sequence's noise, whose cache `rows` changes, and the positions that are needed of it.
+        vocab_size: The size of the vocabulary: the noise of a position has one number for each token.
         device: Where the noise is made.
     """
     # sorted, so that the order of a set has no influence
@@ -122,7 +129,13 @@ def fill_rows(
 
 
 def gumbel_rows(keys: Sequence[int], vocab_size: int, device: torch.device) -> Tensor:
-    """Return the noise [P, V] of P position keys (`Noise.key`)."""
+    """Return the noise of P positions, [P, V]: a row for each of their keys, a number for each of V tokens.
+
+    Args:
+        keys: The 64-bit number of each position, of any sequences (`Noise.key`).
+        vocab_size: V, the size of the vocabulary.
+        device: Where the noise is made.
+    """
     # On a device (`must_wait`: any but a CPU) a kernel costs the same for few and many values. On a CPU, blocks of
     # tokens that fit its cache are faster.
     if must_wait(device):
@@ -136,7 +149,10 @@ def gumbel_rows(keys: Sequence[int], vocab_size: int, device: torch.device) -> T
 
 
 def _gumbel_at_once(keys: Sequence[int], vocab_size: int, device: torch.device) -> Tensor:
-    """Return the noise [P, V] of P keys, by a number of kernels that does not depend on P."""
+    """Return the noise [P, V] of P keys over V tokens, by a number of kernels that does not depend on P.
+
+    The arguments are those of `gumbel_rows`.
+    """
     # a key has 64 bits, and is mixed in as two words of 32
     halves = torch.tensor([[_to_int32(key), _to_int32(key >> 32)] for key in keys])
     low, high = upload(halves.int(), device).unsqueeze(-1).unbind(1)  # each [P, 1]
@@ -148,12 +164,18 @@ def _gumbel_at_once(keys: Sequence[int], vocab_size: int, device: torch.device) 
 
 @lru_cache(8)
 def _token_words(vocab_size: int, device: torch.device) -> Tensor:
-    """Return the first word [V] of every token; it does not depend on a key, and is cached."""
+    """Return the number that the hash of each of V tokens starts from, [V] int32; it is cached, as no key enters it."""
     return torch.arange(vocab_size, dtype=torch.int32, device=device) * _to_int32(GOLDEN)
 
 
 def _hash_words(tokens: np.ndarray[Any, Any], key: int) -> np.ndarray[Any, Any]:
-    """Return the hashed words [N] of N tokens under a key on a CPU, equal to those of `_gumbel_at_once`."""
+    """Return the 32-bit hash of each of N tokens under a key, [N], on a CPU; `_gumbel_at_once` makes the same numbers.
+
+    Args:
+        tokens: [N], token ids.
+        key: The 64-bit number of the position (`Noise.key`).
+    """
+    # products of uint32 wrap around, as the hash needs
     words = tokens.astype(np.uint32)
     words *= np.uint32(GOLDEN)
     for half in (key & 0xFFFFFFFF, key >> 32):
@@ -168,12 +190,12 @@ def _hash_words(tokens: np.ndarray[Any, Any], key: int) -> np.ndarray[Any, Any]:
 
 
 def _gumbel(words: np.ndarray[Any, Any]) -> Tensor:
-    """Return the noise [N] of hashed words on a CPU, from the upper 31 bits of each word."""
+    """Return the Gumbel noise of N tokens, [N], from the upper 31 bits of their 32-bit hashes, on a CPU."""
     return _to_gumbel(torch.from_numpy((words >> np.uint32(1)).view(np.int32)).float())
 
 
 def _to_gumbel(values: Tensor) -> Tensor:
-    """Turn 31-bit numbers, as fp32, into Gumbel noise in place."""
+    """Turn uniform 31-bit whole numbers, held as fp32, into Gumbel noise in place, and return it."""
     # -u, where u is the middle of one of 2^31 equal intervals of (0, 1); the clamp keeps 1 - u above 0 after rounding
     negated = values.add_(0.5).mul_(-(2.0**-31)).clamp_(min=2.0**-24 - 1)
     # Gumbel: -log(-log(1 - u)). log1p keeps full precision where it matters: large noise comes from small u
@@ -198,17 +220,23 @@ class DrafterNoise:
 
     @cached_property
     def private(self) -> Noise:
-        """Noise for drafting only: drafts that shared the noise of verification would bias the output."""
+        """Noise for drafting only, made when first needed: drafts that shared the target's would bias the output."""
         return Noise(mix64(self.choose.private_seed), self.choose.sampling.request)
 
     def __call__(self, positions: list[int]) -> Tensor:
-        """Return the noise [P, V] that the target adds to its logits when it chooses the tokens at these positions."""
+        """Return the noise that the target adds to its logits when it chooses the tokens at P positions, [P, V].
+
+        V is the size of the vocabulary. The noise is in units of plain logits, before the temperature.
+        """
         # the target adds noise to logits / temperature, and plain logits are `temperature` times as large
         assert self.choose.noise is not None
         return self.choose.noise(positions, self.vocab_size, self.device) * self.temperature
 
     def draft_noise(self, rows: int) -> Tensor:
-        """Return noise [rows, V] for the drafter's own sampling: new in every call, and never used by the target."""
+        """Return noise for the drafter's own sampling: new in every call, and never used by the target.
+
+        It is [rows, V]: `rows` distributions are sampled from, over V tokens.
+        """
         # Rows are counted and do not follow positions: a rejection may have depended on the noise at its position, so
         # drafting there again with the same noise would bias the output.
         first = self.used_rows
@@ -221,8 +249,13 @@ class DrafterNoise:
         )
 
     def filter_logits(self, logits: Tensor) -> Tensor:
-        """Return logits [K, V], lowered by 1000 for tokens that the target's top-k, top-p or min-p would remove."""
+        """Return the logits, lowered by 1000 for tokens that the target's top-k, top-p or min-p would remove.
+
+        Args:
+            logits: [K, V], K distributions over V tokens, as the drafter predicts them.
+        """
         sampling = self.choose.sampling
+        # all filters are off
         if sampling.top_k == 0 and sampling.top_p == 1 and sampling.min_p == 0:
             return logits
         # all but the best tokens count as removed: the target rarely samples one of them, and a draft may be wrong

@@ -21,6 +21,7 @@ class RowErrors(Exception):
     """
 
     def __init__(self, trees: Mapping[int, Any], errors: Mapping[int, Exception]) -> None:
+        """Keep the results and the errors, both by row, for the caller that catches this."""
         self.trees = dict(trees)
         self.errors = dict(errors)
         details = "; ".join(f"row {row}: {error!r:.200}" for row, error in self.errors.items())
@@ -31,6 +32,10 @@ class RowErrors(Exception):
 def run_rows(rows: Iterable[int], run: Callable[[int], Result]) -> dict[int, Result]:
     """Call `run` for each row and return the results by row; an error in one row does not keep the others from running.
 
+    Args:
+        rows: The numbers of the sequences of a batch.
+        run: Row -> its result, such as a draft tree.
+
     Raises:
         RowErrors: If rows fail, with the results of the others.
         Exception: The error itself if there is a single row.
@@ -40,6 +45,7 @@ def run_rows(rows: Iterable[int], run: Callable[[int], Result]) -> dict[int, Res
     for row in rows:
         try:
             results[row] = run(row)
+        # out of memory: the next row would meet the same error
         except FATAL:
             raise
         except Exception as error:

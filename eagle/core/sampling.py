@@ -173,7 +173,7 @@ class Sampling:
 
     @property
     def is_lossless(self) -> bool:
-        """Whether drafting keeps the target's distribution."""
+        """Whether drafting keeps the target's distribution: neither lenience nor typical acceptance changes it."""
         return self.lenience == 1 and self.typical is None
 
     @classmethod
@@ -182,7 +182,7 @@ class Sampling:
 
         Args:
             processors: Each at most once, in transformers' order.
-            fields: Further fields, as the seed.
+            fields: Further fields of the sampling, as the seed. The temperature is 1 if no processor sets it.
 
         Raises:
             ValueError: For processors or options of theirs that no sampling has.
@@ -192,7 +192,7 @@ class Sampling:
                 f"processors is {processors!r}, expected a list of transformers' logits processors"
             )
         processors = list(processors)
-        # class -> field of a sampling, and the processor's attribute that holds its value
+        # class of the processor -> field of a sampling, and the processor's attribute that holds its value
         supported = {
             "RepetitionPenaltyLogitsProcessor": ("repetition_penalty", "penalty"),
             "TemperatureLogitsWarper": ("temperature", "temperature"),
@@ -220,7 +220,13 @@ class Sampling:
 
 
 def _refuse_options(name: str, processor: Any) -> None:
-    """Refuse a supported logits processor that has an option, beside its main one, that `warp` does not follow."""
+    """Refuse a supported logits processor that has an option, beside its main one, that `warp` does not follow.
+
+    Args:
+        name: The processor's class.
+        processor: The processor, whose attributes are its options.
+    """
+    # option -> the only value that is followed; a processor without this option passes
     defaults = {
         "min_tokens_to_keep": 1,
         "filter_value": -math.inf,
@@ -238,10 +244,10 @@ def _refuse_options(name: str, processor: Any) -> None:
 
 
 def warp(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Return logits [N, V] after temperature, top-k, top-p and min-p, whose softmax the target samples from.
+    """Return logits after temperature, top-k, top-p and min-p, whose softmax the target samples from; -inf if removed.
 
     Args:
-        logits: [N, V], with any repetition penalty applied already.
+        logits: [N, V], of V tokens at N places, as after N nodes of a tree, after any repetition penalty.
         sampling: With a temperature above 0.
     """
     # each filter takes its probabilities over the tokens that the one before it has left, as in transformers
@@ -262,8 +268,17 @@ def warp(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def rank_tokens(logits: Tensor, count: int) -> Tensor:
-    """Return the `count` tokens [K, C] of the highest logits [K, V], highest first; of equals the lowest id first."""
+    """Return the tokens of the highest logits, highest first; of equal logits the lowest token id first.
+
+    Args:
+        logits: [K, V], of V tokens at K places.
+        count: How many tokens to return for each; at most V are.
+
+    Returns:
+        [K, count] token ids.
+    """
     size = min(count, logits.shape[-1])
+    # one more than needed: it tells whether equals of the last one are left out
     values, tokens = logits.topk(min(size + 1, logits.shape[-1]))
     tokens = tokens[:, :size]
     # `topk` takes any of equals, and bf16 logits are often equal: look again where the next logit equals the last
@@ -280,9 +295,12 @@ def rank_tokens(logits: Tensor, count: int) -> Tensor:
 
 
 def _take_lowest(logits: Tensor, values: Tensor, tokens: Tensor) -> Tensor:
-    """Return the best tokens [K, C], where those equal to the last one are the lowest ids of these equals.
+    """Return the C best tokens at K places, [K, C]; of the tokens whose logit equals the last of them, the lowest ids.
 
-    `values` [K, C] and `tokens` [K, C] are those of `topk`.
+    Args:
+        logits: [K, V], of V tokens.
+        values: [K, C], the C highest logits, highest first, as `topk` returns them.
+        tokens: [K, C], the tokens of these logits, with any of the equal ones.
     """
     vocab_size = logits.shape[-1]
     last = values[:, -1:]
@@ -298,12 +316,18 @@ def _take_lowest(logits: Tensor, values: Tensor, tokens: Tensor) -> Tensor:
 
 
 def in_fp32(logits: Tensor) -> Tensor:
-    """Return logits in fp32; those in fp64 stay as they are."""
+    """Return logits in fp32, in which probabilities are computed; those in fp64 stay as they are."""
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
 def penalise(logits: Tensor, context: Sequence[int], penalty: float) -> Tensor:
-    """Return logits [V] with a repetition penalty on all tokens that occur in `context`."""
+    """Return the logits of one next token, with transformers' repetition penalty on all tokens that occur before it.
+
+    Args:
+        logits: [V], of the V tokens of the vocabulary.
+        context: All tokens of the sequence before the one that is chosen.
+        penalty: The factor, above 0; 1 changes nothing.
+    """
     repeated = upload(torch.tensor(sorted(set(context))), logits.device)
     return logits.index_copy(0, repeated, _lower(logits[repeated], penalty))
 
@@ -316,7 +340,7 @@ def penalise_nodes(
     This is `penalise` for all nodes at once, without a transfer to the host.
 
     Args:
-        logits: [N, V], after each node of a tree.
+        logits: [N, V], of the V tokens of the vocabulary, after each of the N nodes of a tree.
         context: All tokens of the sequence before the root.
         tokens: [N], of the nodes, on the device of the logits.
         tree_mask: [N, N] bool, row i marks node i and its ancestors.
@@ -333,12 +357,14 @@ def penalise_nodes(
 
 
 def _lower(logits: Tensor, penalty: float) -> Tensor:
-    """Return logits after the repetition penalty (CTRL, Keskar et al. 2019), which makes each token less likely."""
+    """Return logits after the repetition penalty (CTRL, Keskar et al. 2019); above 1 it makes tokens less likely."""
+    # dividing a negative logit would raise it, so it is multiplied
     return torch.where(logits < 0, logits * penalty, logits / penalty)
 
 
 def to_int(value: Any) -> int | None:
     """Return the value as an int (numpy's included); None if it is not a whole number."""
+    # True and False would pass as 1 and 0
     if isinstance(value, bool):
         return None
     try:
@@ -348,7 +374,7 @@ def to_int(value: Any) -> int | None:
 
 
 def whole(name: str, value: Any) -> int:
-    """Return the value as an int (numpy's included); ValueError if it is not a whole number."""
+    """Return an option's value as an int (numpy's included); ValueError with its `name` if it is no whole number."""
     number = to_int(value)
     if number is None:
         raise ValueError(f"{name} is {value!r}, expected a whole number")
@@ -356,14 +382,14 @@ def whole(name: str, value: Any) -> int:
 
 
 def number(name: str, value: Any) -> float:
-    """Return the value, if it is a finite number; ValueError for others."""
+    """Return an option's value as a float; ValueError with its `name` if it is no finite number, or a bool."""
     if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
         raise ValueError(f"{name} is {value!r:.60}, expected a finite number")
     return float(value)
 
 
 def refuse_fields(config: Any) -> None:
-    """Refuse a generation config with fields that `model.generate` follows and verification cannot.
+    """Refuse a generation config with fields that `model.generate` follows and verification of drafts cannot.
 
     Args:
         config: The model's generation config of transformers.
@@ -382,6 +408,7 @@ def refuse_fields(config: Any) -> None:
     )
     for name in sorted(fields):
         value = getattr(config, name)
+        # the field is off
         if value is None or value is False or value == OFF.get(name):
             continue
         if name == "cache_implementation" and value in exact_caches:

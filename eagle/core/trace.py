@@ -33,22 +33,22 @@ class Cycle:
 
     @property
     def nodes(self) -> int:
-        """Number of proposed tokens."""
+        """The number of proposed tokens: the nodes of the tree, the root not counted."""
         return len(self.tree) - 1
 
     @property
     def depth(self) -> int:
-        """Levels of the proposed tree."""
+        """The levels of the proposed tree below its root."""
         return max(self.tree.depths())
 
     @property
     def accepted(self) -> int:
-        """Number of accepted tokens."""
+        """The number of accepted draft tokens, those after the end of the answer included."""
         return len(self.kept)
 
     @property
     def path(self) -> list[int]:
-        """The rank of each accepted token among its siblings."""
+        """The rank of each accepted token among its siblings, from 0: which of the drafter's proposals was right."""
         children = self.tree.children()
         edges = pairwise((0, *self.kept))
         return [children[parent].index(node) for parent, node in edges]
@@ -57,7 +57,7 @@ class Cycle:
     def confidence(self) -> list[tuple[float, bool]]:
         """(drafter's probability, whether it was accepted) of each drafted token whose parent was accepted.
 
-        From these pairs a report tells whether the drafter is calibrated.
+        From these pairs a report tells whether the drafter is calibrated. Empty if it gave no probabilities.
         """
         if self.tree.likelihoods is None:
             return []
@@ -65,6 +65,7 @@ class Cycle:
         scores = self.tree.likelihoods.tolist()
         children = self.tree.children()
         outcomes = []
+        # the root, node 0, counts as accepted
         for parent in (0, *self.kept):
             for child in children[parent]:
                 # rounding may give a probability slightly above 1
@@ -107,7 +108,10 @@ class Trace:
         return self
 
     def cut(self, count: int) -> None:
-        """End the answer after its first `count` tokens, and lower `committed` of the cycles that wrote the others."""
+        """End the answer after its first `count` tokens, and lower `committed` of the cycles that wrote the others.
+
+        The trace is changed in place, and its `finish` becomes "stop".
+        """
         excess = len(self.tokens) - count
         del self.tokens[count:]
         # the last cycles wrote the tokens that are cut off
@@ -120,14 +124,18 @@ class Trace:
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens committed per target forward, bonus tokens included, prefill and tokens cut off excluded."""
+        """Tokens committed per cycle, which is one target forward; 0 without cycles.
+
+        The token that the target adds after the accepted drafts counts. The prompt's forward, its token, and tokens
+        that were cut off at the end of the answer do not.
+        """
         if not self.cycles:
             return 0.0
         return sum(cycle.committed for cycle in self.cycles) / len(self.cycles)
 
     @property
     def text(self) -> str:
-        """The answer as text, up to a stop string."""
+        """The answer as text, up to a stop string that ended it; ValueError if there is no tokenizer."""
         # all tokens are decoded together, because one token may be a part of a character
         text = self.need_tokenizer().decode(self.tokens, skip_special_tokens=True)
         if self.stop_string:
@@ -145,16 +153,20 @@ class Trace:
     @property
     def drafted(self) -> list[bool]:
         """For each token of the answer, whether it is an accepted draft; the target chose the others itself."""
-        # the first token is chosen after the prompt, before any draft
+        # the first token is chosen after the prompt, before any draft; there may be none yet
         marks = [False] * min(len(self.tokens), 1)
         for cycle in self.cycles:
+            # a cycle commits its accepted drafts, then the target's token; the end of the answer may cut either off
             drafted = min(cycle.accepted, cycle.committed)
             marks += [True] * drafted
             marks += [False] * (cycle.committed - drafted)
         return marks
 
     def _repr_html_(self) -> str:
-        """Return the answer for a notebook: accepted drafts in green, the target's own tokens in the colour of text."""
+        """Return the answer for a notebook: accepted drafts in green, the target's own tokens in the colour of text.
+
+        Without a tokenizer, token ids stand in place of the text.
+        """
         if self.tokenizer is not None:
             pieces = self.pieces()
         else:
@@ -171,10 +183,14 @@ class Trace:
         return Html(tag("div", answer, tag("small", facts)))
 
     def pieces(self) -> list[tuple[str, bool]]:
-        """Return the answer's text in pieces, each with a flag whether the last token of the piece was drafted."""
+        """Return the answer's text in pieces, each with a flag whether the last token of the piece was drafted.
+
+        A piece is the text that one token completes; a character of several tokens comes with the last of them.
+        """
         spell = Spelling(self.tokenizer)
         marks = self.drafted
         decoded = [(spell(token), mark) for token, mark in zip(self.tokens, marks, strict=True)]
+        # what is still held back, such as an incomplete character, belongs to the last token
         if marks:
             decoded.append((spell.rest(), marks[-1]))
         # `text` ends before a stop string, and the tokens include it: pieces are cut at the end of `text`
@@ -195,6 +211,7 @@ class Spelling:
     """
 
     def __init__(self, tokenizer: Any) -> None:
+        """Begin a text without tokens; calls add them."""
         self.tokenizer = tokenizer
         self.tokens: list[int] = []
         # tokens[begin:end] is decoded as context: it decides whether the next token begins with a space
@@ -202,7 +219,7 @@ class Spelling:
         self.in_bytes = False  # whether the last tokens are a run of byte tokens
 
     def __call__(self, token: int) -> str:
-        """Add a token and return the text that it completes."""
+        """Add a token to the text and return the text that it completes, which may be empty."""
         self.tokens.append(token)
         if BYTE.fullmatch(str(self.tokenizer.convert_ids_to_tokens(token))):
             self.in_bytes = True
@@ -212,15 +229,17 @@ class Spelling:
         new = self.rest()
         if not new or new.endswith("\ufffd") or self.in_bytes:
             return ""
+        # the tokens of this piece become the context of the next
         self.begin = self.end
         self.end = len(self.tokens)
         return new
 
     def rest(self) -> str:
-        """Return the text of the tokens still held back."""
+        """Return the text of the tokens that are still held back, decoded after the tokens before them."""
         context = self._decode(self.begin, self.end)
         text = self._decode(self.begin, len(self.tokens))
         return text[len(context) :]
 
     def _decode(self, begin: int, end: int) -> str:
+        """Return the text of the tokens from index `begin` to `end`, the latter excluded, without special tokens."""
         return self.tokenizer.decode(self.tokens[begin:end], skip_special_tokens=True)

@@ -29,12 +29,14 @@ PUBLISHED_TREE: Paths = tuple(tuple(map(int, path)) for path in " ".join(LEVELS)
 
 
 def chain_paths(length: int) -> Paths:
-    """Return the shape of a chain of `length` draft tokens."""
+    """Return the shape of a chain of `length` draft tokens, as paths of ranks: (0,), (0, 0), ..."""
     return tuple((0,) * depth for depth in range(1, length + 1))
 
 
 def best_tree(rates: Sequence[Sequence[float]], nodes: int, depth: int) -> Paths:
-    """Return the shape with the greatest expected number of accepted tokens.
+    """Return the tree shape with the greatest expected number of accepted tokens, as paths.
+
+    A path holds the ranks, among their siblings, of the nodes on the way from the root to a node.
 
     A node adds the product of the rates on its path (Sequoia, Chen et al. 2024, arXiv 2402.12374), which is never more
     than its parent adds. So the best nodes form a tree, and greedily taking the best reachable node gives the optimum
@@ -51,7 +53,9 @@ def best_tree(rates: Sequence[Sequence[float]], nodes: int, depth: int) -> Paths
         raise ValueError(
             f"rates are probabilities by depth and rank, expected rows of 0..1: got {rates}"
         )
-    paths: list[tuple[int, ...]] = []
+    paths: list[
+        tuple[int, ...]
+    ] = []  # of the chosen nodes; the first is the root's, which is empty
     # a heap of (what a node adds, negated; its level; its path): ties go to the shallow node, then to the lower rank
     reachable: list[tuple[float, int, tuple[int, ...]]] = [(-1.0, 0, ())]
     while reachable and len(paths) <= nodes:
@@ -60,6 +64,7 @@ def best_tree(rates: Sequence[Sequence[float]], nodes: int, depth: int) -> Paths
         if level >= depth:
             continue
         for rank, rate in enumerate(rates[min(level, len(rates) - 1)]):
+            # a node that is never accepted adds nothing
             if rate > 0:
                 heappush(reachable, (weight * rate, level + 1, (*path, rank)))
     return tuple(sorted(paths[1:], key=lambda path: (len(path), path)))
@@ -122,11 +127,18 @@ class DraftTree:
             )
 
     def __len__(self) -> int:
+        """Return the number of nodes, the root included."""
         return len(self.tokens)
 
     @classmethod
     def chain(cls, tokens: Sequence[int], draft_probs: Tensor | None = None) -> DraftTree:
-        """Return the tree in which every node but the last has one child."""
+        """Return the tree in which every node but the last has one child.
+
+        Args:
+            tokens: Of the nodes, the root's first.
+            draft_probs: [N, V], the distribution over V tokens that each of the N nodes was sampled from; None if they
+                were not sampled.
+        """
         return cls(torch.tensor(tokens), torch.arange(-1, len(tokens) - 1), draft_probs)
 
     @classmethod
@@ -135,7 +147,7 @@ class DraftTree:
 
         Args:
             root: The root token.
-            paths: Sequences of tokens that may follow the root.
+            paths: Sequences of token ids that may follow the root.
         """
         tokens = [root]
         parents = [-1]
@@ -164,11 +176,14 @@ class DraftTree:
 
     @property
     def columns(self) -> int:
-        """The number of nodes that the target reads. A tree on a device may have more than `len`: `GrownTree`."""
+        """The number of nodes that the target reads, and so of its cache's columns that the tree takes.
+
+        A tree on a device may have more than `len` of them (`GrownTree`).
+        """
         return len(self)
 
     def renumber(self, path: list[int]) -> list[int]:
-        """Turn node numbers of the target's forward into this tree's; both are equal, except in a `GrownTree`."""
+        """Turn a path's node numbers in the target's forward into this tree's; they differ only in a `GrownTree`."""
         return path
 
     def depths(self) -> list[int]:
@@ -179,7 +194,7 @@ class DraftTree:
         return depths
 
     def ancestors(self) -> Tensor:
-        """Return the attention mask [N, N] bool: row i marks node i and its ancestors."""
+        """Return the tree's attention mask, [N, N] bool for N nodes: row i marks node i and its ancestors."""
         # one integer for each node, with bit j for node j, is five times faster than rows of a tensor
         count = len(self)
         words = [1]
@@ -195,7 +210,7 @@ class DraftTree:
         return torch.from_numpy(bits).bool()
 
     def path(self, node: int) -> list[int]:
-        """Return the nodes from the root to `node`."""
+        """Return the nodes on the path from the root to `node`, both included."""
         parents = self.parents.tolist()
         path = []
         while node != -1:
@@ -278,8 +293,9 @@ def check_draft(tree: object, root: int, levels: int, vocab_size: int) -> DraftT
 def stack_trees(trees: Sequence[DraftTree]) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return tokens and depths [B, N], and attention masks [B, N, N] (None for chains), for one forward over all trees.
 
-    Trees are padded to the largest. A node of padding attends only to itself, no other node attends to it, and it has
-    the root's depth.
+    The B trees are padded to the N nodes of the largest. A depth is a node's number of steps from the root, and row i
+    of a mask marks node i and its ancestors. A node of padding attends only to itself, no other node attends to it, and
+    it has the root's depth.
     """
     # a single tree, the most frequent case, needs no padding
     if len(trees) == 1:
@@ -294,6 +310,7 @@ def stack_trees(trees: Sequence[DraftTree]) -> tuple[Tensor, Tensor, Tensor | No
     for row, tree in enumerate(trees):
         tokens[row, : len(tree)] = tree.tokens
         depths[row, : len(tree)] = torch.tensor(tree.depths())
+    # a causal mask serves chains
     if all(tree.is_chain for tree in trees):
         return tokens, depths, None
     # a node of padding attends to itself, because the softmax over an empty row of a mask is nan
@@ -317,24 +334,27 @@ class TargetOutput:
 
     @property
     def positions(self) -> list[int]:
-        """The position in the sequence of the token that is chosen after each node."""
+        """For each node the position, in the sequence, of the token that the target chooses after it."""
         return [self.start + 1 + depth for depth in self.tree.depths()]
 
     def prefix(self, node: int) -> list[int]:
-        """Return all tokens of the sequence up to and including `node`."""
+        """Return all tokens that precede the choice after `node`: the sequence, the root, and the path to the node."""
         # `sequence` may have grown since: only the tokens before the root belong to the prefix
         tokens = self.tree.tokens.tolist()
         drafted = [tokens[step] for step in self.tree.path(node)]
         return self.sequence[: self.start] + drafted
 
     def likeliest(self, count: int) -> Tensor:
-        """Return the target's likeliest tokens [N, count] after each node, likeliest first."""
+        """Return the target's likeliest tokens after each of the tree's N nodes, [N, count], likeliest first."""
         return self.logits.topk(min(count, self.logits.shape[-1])).indices
 
     def features_at(self, path: Sequence[int] | Tensor) -> Tensor | None:
-        """Return the tapped features [len(path), L, D] at the nodes of a path; None without taps.
+        """Return the target's tapped hidden states at the nodes of a path, [len(path), L, D]; None without taps.
 
-        A path that is a tensor is on the device, and may hold padding.
+        There are L taps (layers whose inputs the drafter reads), and D is the target's width.
+
+        Args:
+            path: Nodes of the tree. A tensor is on the device, and may hold padding after the path.
         """
         if self.features is None:
             return None

@@ -88,11 +88,16 @@ class Choose:
         return random.Random(mix64(mix64(self.private_seed) ^ self.sampling.request))
 
     def __call__(self, output: TargetOutput, nodes: Sequence[int]) -> list[int]:
-        """Return the tokens chosen after `nodes`; `NAN` where the target's logits are nan."""
+        """Return the token that the target chooses after each of these nodes, on the host; `NAN` where logits are nan.
+
+        Args:
+            output: The target's output on a draft tree.
+            nodes: Nodes of the tree.
+        """
         return to_host([self.pick_tokens(output, nodes)])[0].tolist()
 
     def pick_tokens(self, output: TargetOutput, nodes: Sequence[int]) -> Tensor:
-        """Return the tokens [K] chosen after `nodes`, on the device of the logits; `NAN` where these are nan."""
+        """Return the tokens chosen after K nodes of a tree, [K], on the logits' device; `NAN` where these are nan."""
         if self.noise is None or must_wait(output.logits.device):
             return _pick_best(self._score(output, nodes))
         # on a CPU, `Noise.pick` makes noise only for tokens that can still win
@@ -109,7 +114,7 @@ class Choose:
 
         Args:
             output: The target's output on the tree.
-            tokens: [N], the tree's tokens.
+            tokens: [N], of the tree's N nodes, the root first.
             tree_mask: [N, N] bool, row i marks node i and its ancestors.
             depths: [N], the steps of each node from the root.
         """
@@ -127,12 +132,15 @@ class Choose:
         return _pick_best(warp(logits, self.sampling) + noise.index_select(0, depths))
 
     def rank_tokens(self, output: TargetOutput, count: int) -> Tensor:
-        """Return the target's best tokens [N, count] after each node, its choice first, for drafters that read them."""
+        """Return the target's best tokens after each of a tree's N nodes, [N, count], for drafters that read them.
+
+        Its choice comes first, because the tokens are ranked with its noise.
+        """
         scores = self._score(output, range(len(output.tree)))
         return scores.topk(min(count, scores.shape[-1])).indices
 
     def _score(self, output: TargetOutput, nodes: Sequence[int]) -> Tensor:
-        """Return scores [K, V] whose maximum is the target's choice.
+        """Return scores of all V tokens after K nodes of a tree, [K, V]; the maximum of a row is the target's choice.
 
         Gumbel-max: argmax(log p + Gumbel noise) is a sample of p. The noise is a function of the position alone, so the
         choice at a position does not depend on what was drafted.
@@ -145,8 +153,12 @@ class Choose:
         return logits + self.noise(positions, logits.shape[-1], logits.device)
 
     def logits_after(self, output: TargetOutput, nodes: Sequence[int]) -> Tensor:
-        """Return the logits [K, V] whose softmax the target samples from, or whose maximum it takes."""
+        """Return logits of V tokens after K nodes, [K, V]: the target samples from their softmax, or takes the best.
+
+        Penalty, temperature and filters are applied, or `process` in place of all of them.
+        """
         logits = self._penalise(output, nodes)
+        # `process` has filtered already, and a greedy target needs no filters
         if self.process is not None or self.noise is None:
             return logits
         return warp(logits, self.sampling)
@@ -156,7 +168,7 @@ class Choose:
         return None if self.noise is None else DrafterNoise(self, vocab_size, device)
 
     def probs(self, output: TargetOutput, node: int) -> Tensor:
-        """Return the target's probabilities [V] of the token after `node`."""
+        """Return the target's probabilities of all V tokens after a node, [V], by which drafts are accepted."""
         if self.sampling.temperature > 0:
             return self.probs_after(output, [node])[0]
         logits = self._penalise(output, [node])[0]
@@ -167,7 +179,7 @@ class Choose:
         return torch.zeros_like(logits).index_fill_(0, logits.argmax(), 1)
 
     def probs_after(self, output: TargetOutput, nodes: Sequence[int]) -> Tensor:
-        """Return the target's probabilities [K, V] after these nodes when it samples."""
+        """Return the probabilities of V tokens that the target samples from after K nodes of a tree, [K, V]."""
         return self.logits_after(output, nodes).softmax(-1)
 
     def coin(self, probability: float) -> bool:
@@ -175,7 +187,10 @@ class Choose:
         return self.dice.random() < probability
 
     def pick(self, probs: Tensor) -> int:
-        """Sample a token from probabilities [V]; `NAN` if they are nan."""
+        """Sample a token from probabilities [V], with the random numbers of `dice`; `NAN` if they are nan.
+
+        They need not sum to exactly 1.
+        """
         # inversion: the first token whose cumulative probability exceeds a uniform number. Only it is transferred.
         cumulative = probs.cumsum(-1)
         total = cumulative[-1:]
@@ -186,7 +201,10 @@ class Choose:
         return int(to_host([token])[0])
 
     def _penalise(self, output: TargetOutput, nodes: Sequence[int]) -> Tensor:
-        """Return logits [K, V] after the repetition penalty, or as `process` makes them, in fp32 or fp64."""
+        """Return the logits of V tokens after K nodes, [K, V], after the repetition penalty, in fp32 or fp64.
+
+        With a `process` they are what it makes of them.
+        """
         if self.process is not None:
             return self.process(output, nodes)
         logits = in_fp32(pick_rows(output.logits, nodes))
@@ -201,7 +219,7 @@ class Choose:
 
 
 def _pick_best(scores: Tensor) -> Tensor:
-    """Return the token [K] of the highest of scores [K, V]; `NAN` where they are nan."""
+    """Return the token of the highest score at each of K places, [K], from scores [K, V]; `NAN` where they are nan."""
     # argmax returns the index of a nan if a row holds one
     tokens = scores.argmax(-1, keepdim=True)
     is_nan = scores.gather(-1, tokens).isnan()
@@ -236,6 +254,7 @@ def verify_rows(rows: Sequence[tuple[TargetOutput, Choose]]) -> list[tuple[list[
             choices_by_row[row] = choices.tolist()
 
     def verify_row(row: int) -> tuple[list[int], int]:
+        """Return the accepted nodes of a row and the target's token after them, from its choices if they were read."""
         output, choose = rows[row]
         return verify(output, choose, choices_by_row.get(row))
 
@@ -243,7 +262,13 @@ def verify_rows(rows: Sequence[tuple[TargetOutput, Choose]]) -> list[tuple[list[
 
 
 def _fill_noise(rows: Sequence[tuple[TargetOutput, Choose]]) -> None:
-    """Make the noise of all sampled rows at once: on a device one row takes as many kernels as all rows together."""
+    """Make and cache the noise of all sampled rows at once, which `Choose` then finds.
+
+    On a device, the noise of one row takes as many kernels as that of all rows together.
+
+    Args:
+        rows: The target's output on each sequence's tree, and how it chooses.
+    """
     requests = [
         (choose.noise, output.positions) for output, choose in rows if choose.noise is not None
     ]
@@ -255,11 +280,11 @@ def _fill_noise(rows: Sequence[tuple[TargetOutput, Choose]]) -> None:
 def verify(
     output: TargetOutput, choose: Choose, choices: Sequence[int] | None = None
 ) -> tuple[list[int], int]:
-    """Return the accepted path, which begins with the root, and the target's token after it.
+    """Return the accepted nodes, the root first, and the target's token after them; ValueError if logits are nan.
 
     Args:
         output: The target's output on a draft tree.
-        choose: How the target chooses.
+        choose: How the target chooses. It drops the noise that it has cached for committed positions.
         choices: The target's choice after every node, if it was computed already.
     """
     # positions up to the root are committed: no token is chosen there again
@@ -273,7 +298,13 @@ def verify(
 def _apply_rule(
     output: TargetOutput, choose: Choose, choices: Sequence[int] | None
 ) -> tuple[list[int], int]:
-    """Return the accepted path and the token after it, by the rule that the tree and the sampling ask for."""
+    """Return the accepted nodes, the root first, and the token after them, by the rule of the tree and the sampling.
+
+    Args:
+        output: The target's output on a draft tree.
+        choose: How the target chooses.
+        choices: The target's choice after every node; None if it was not computed yet.
+    """
     tree = output.tree
     sampling = choose.sampling
     if sampling.typical is not None:
@@ -294,6 +325,7 @@ def _apply_rule(
             )
         return walk_leniently(tree, target_probs, sampling.lenience)
 
+    # node -> the target's token after it
     chosen = _Choices(output, choose) if choices is None else choices
     path = walk(tree, chosen)
     return path, chosen[path[-1]]
@@ -316,7 +348,10 @@ def check_choice(token: int, output: TargetOutput, accepted: int) -> None:
 
 
 def _is_walked(output: TargetOutput, choose: Choose) -> bool:
-    """Return whether the rule is `walk`: drafts are not sampled and the rule is lossless, so only choices matter."""
+    """Return whether `walk` verifies, which needs no probabilities: it steps to the child that the target has chosen.
+
+    So it is for drafts that were not sampled, under a lossless rule.
+    """
     return output.tree.draft_probs is None and choose.sampling.is_lossless
 
 
@@ -333,11 +368,13 @@ class _Choices(dict[int, int]):
     """The target's choices by node, computed for all nodes at once, or lazily on a CPU."""
 
     def __init__(self, output: TargetOutput, choose: Choose) -> None:
+        """Begin without choices: `__missing__` makes those that are asked for."""
         super().__init__()
         self.output = output
         self.choose = choose
 
     def __missing__(self, node: int) -> int:
+        """Return the target's choice after a node that is asked for first, and keep it."""
         # a walk asks only for the nodes on the accepted path, which are few of the tree
         nodes = [node] if _is_lazy(self.output) else list(range(len(self.output.tree)))
         self.update(zip(nodes, self.choose(self.output, nodes), strict=True))
@@ -345,7 +382,12 @@ class _Choices(dict[int, int]):
 
 
 def walk(tree: DraftTree, choices: Sequence[int] | dict[int, int]) -> list[int]:
-    """Return the accepted nodes: from the root, step to the child that equals the target's choice."""
+    """Return the accepted nodes, the root first: from the root, step to the child that equals the target's choice.
+
+    Args:
+        tree: The draft.
+        choices: Node -> the token that the target chooses after it, as a list over all nodes or a dict.
+    """
     parents = tree.parents.tolist()
     tokens = tree.tokens.tolist()
     # parent and token -> node
@@ -367,6 +409,16 @@ def sample_tree(
     and draft q, child x is accepted with probability min(1, p(x) / q(x)). If it is rejected, the token must come from
     max(p - q, 0), normalised, which takes the place of p for the next sibling. In sum x is emitted with probability
     min(p, q) + (p - min(p, q)) = p.
+
+    Args:
+        tree: The draft, with the distribution that each node was sampled from.
+        target_probs: Node -> p, the target's probabilities [V] of V tokens after it.
+        coin: Probability -> True with that probability.
+        pick: Probabilities [V] -> a token sampled from them.
+        lenience: A factor on q: below 1 more drafts are accepted, and the output no longer follows p.
+
+    Returns:
+        The accepted nodes, the root first, and the token after them; `NAN` in its place if the target's logits are nan.
     """
     assert tree.draft_probs is not None
     tokens = tree.tokens.tolist()
@@ -404,7 +456,7 @@ def sample_tree(
 
 
 def _remove_tokens(probs: Tensor, tokens: list[int]) -> Tensor:
-    """Return the probabilities [V] without these tokens, renormalised."""
+    """Return probabilities of V tokens, [V], without those of the given tokens, renormalised to sum to 1."""
     if not tokens:
         return probs
     # siblings are sampled without replacement: the k-th was sampled from q without the tokens of those before it
@@ -427,12 +479,15 @@ def sample_block(
 
         r = max(0, w(u) p - q),  p <- r / |r|,  q <- q without the removed token,  w(u) <- |r| / (|r| + 1 - w(u))
 
-    A node without children left is a leaf itself. The root always is kept.
+    A node without children left is a leaf itself. The root always is kept. The arguments and the result are those of
+    `sample_tree`, without lenience.
     """
     children = tree.children()
     law = target_probs(0)
+    # the nodes from the root to the leaf that is judged now; `law` is p and `proposal` is q, which the root lacks
     path = [_Step(0, 1.0, law, proposal=law, untried=children[0])]
     while True:
+        # appends to the path the nodes down to the next leaf
         _lengthen(path, tree, children, target_probs)
         last = path[-1]
         nodes = [step.node for step in path]
@@ -470,13 +525,19 @@ class _Step:
 def _lengthen(
     path: list[_Step], tree: DraftTree, children: list[list[int]], target_probs: Probs
 ) -> None:
-    """Append the nodes from the end of a path to the first leaf below it, with their weights.
+    """Append the nodes from the end of a path to the first leaf below it, with their weights, in place.
 
     A weight is nan where the target's probabilities are; the path then ends there.
+
+    Args:
+        path: The steps of `sample_block` from the root on. Their children on the way are no longer untried.
+        tree: The sampled draft.
+        children: The children of each node.
+        target_probs: Node -> the target's probabilities [V] of V tokens after it.
     """
     assert tree.draft_probs is not None
     start = len(path)
-    pairs = []
+    pairs = []  # of each new node in turn: the probability of its token by target and draft, two scalars
     while path[-1].untried:
         parent = path[-1]
         node = parent.untried.pop(0)
@@ -497,13 +558,23 @@ def _lengthen(
             del path[i:]
             return
         path[i].weight = min(path[i - 1].weight * target_prob / draft_prob, 1.0)
+        # only nan differs from itself
         if target_prob != target_prob:
             del path[i + 1 :]
             return
 
 
 def walk_leniently(tree: DraftTree, target_probs: Probs, lenience: float) -> tuple[list[int], int]:
-    """Verify greedily with lenience (lossy): step to the likeliest child of at least `lenience` times the best."""
+    """Verify greedily with lenience (lossy): step to the likeliest child of at least `lenience` times the best.
+
+    Args:
+        tree: The draft.
+        target_probs: Node -> the target's probabilities [V] of V tokens after it.
+        lenience: The least ratio, up to 1, of an accepted token's probability to that of the likeliest token.
+
+    Returns:
+        The accepted nodes, the root first, and the likeliest token after them; `NAN` if the target's logits are nan.
+    """
     tokens = tree.tokens.tolist()
     children = tree.children()
     path = [0]
@@ -533,16 +604,17 @@ def walk_typically(
 
     Args:
         tree: The draft.
-        target_probs: Nodes -> [K, V], the target's probabilities after them.
+        target_probs: K nodes -> [K, V], the target's probabilities of V tokens after them.
         bounds: Epsilon and delta, from which `typical_floors` makes the thresholds.
 
     Returns:
-        The longest path of tokens above the threshold, the likeliest one of equal length.
+        The longest path of tokens above the threshold, the likeliest one of equal length: its nodes, the root first.
     """
     if tree.draft_probs is not None:
         raise ValueError(
             "typical acceptance asks the target alone: got sampled drafts, use Budget(draw='likeliest')"
         )
+    # the root alone: nothing was drafted
     if len(tree) == 1:
         return [0]
     # inner [K]: the nodes with children, for which probabilities are computed once; rows [N - 1]: the index in `inner`
@@ -565,9 +637,14 @@ def walk_typically(
 
 
 def typical_floors(probs: Tensor, epsilon: float, delta: float) -> Tensor:
-    """Return the threshold [K] of typical acceptance, which a token's probability must exceed, for probs [K, V].
+    """Return the threshold of typical acceptance, which a token's probability must exceed, after K nodes: [K].
 
     min(epsilon, delta * exp(-entropy)): where the target is unsure, less likely tokens are accepted.
+
+    Args:
+        probs: [K, V], the target's probabilities of V tokens after these nodes.
+        epsilon: The highest threshold.
+        delta: The factor of the threshold that depends on the entropy.
     """
     entropy = -(probs * (probs + ENTROPY_SHIFT).log()).sum(-1)
     return (delta * (-entropy).exp()).clamp(max=epsilon)

@@ -313,7 +313,7 @@ def extract(target: Target, store: FeatureStore, shards: Sequence[int]) -> Itera
             writer = store.writer(shard)
             writers.append(writer)
             for batch in store.plan[shard]:
-                sequences, masks = zip(*map(store.tokens_and_mask, batch), strict=True)
+                sequences, masks = zip(*map(store.stored_tokens, batch), strict=True)
                 shared = store.shared[batch].tolist()
                 shown = [store.shown(number) for number in batch]
                 rows = compute_rows(

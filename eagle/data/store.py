@@ -218,7 +218,7 @@ class FeatureStore:
 
     def _read(self, number: int) -> Example:
         """Return an example with its features, by its index in the data."""
-        tokens, mask = self.tokens_and_mask(number)
+        tokens, mask = self.stored_tokens(number)
         packed = []  # of each part (taps kept at the same slots): a tensor for each field of the dtype
         with safe_open(self._checked_path(int(self.shards[number])), "pt") as file:
             for part in self.parts:
@@ -261,10 +261,14 @@ class FeatureStore:
 
     def mask(self, index: int) -> Tensor:
         """Return [T], the loss mask of an example of T tokens, by its index in this store."""
-        return self.tokens_and_mask(self.number(index))[1]
+        return self.tokens_and_mask(index)[1]
 
-    def tokens_and_mask(self, number: int) -> tuple[Tensor, Tensor]:
-        """Return tokens and loss mask [T] of an example of T tokens, by its index in the data."""
+    def tokens_and_mask(self, index: int) -> tuple[Tensor, Tensor]:
+        """Return tokens [T] and loss mask [T] of an example of T tokens, by its index in this store."""
+        return self.stored_tokens(self.number(index))
+
+    def stored_tokens(self, number: int) -> tuple[Tensor, Tensor]:
+        """Return tokens [T] and loss mask [T] of an example of T tokens, by its index in the data."""
         # the tokens of all examples lie one after the other
         end = int(self.ends[number])
         start = end - int(self.lengths[number])

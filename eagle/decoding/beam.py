@@ -48,7 +48,10 @@ class BeamResult:
 
     @property
     def steps_per_forward(self) -> float:
-        """Steps per forward, without the prompt's forward and the first step."""
+        """Beam-search steps per forward of the target; 0 if one step was enough.
+
+        The prompt's forward, and the first step, which needs no other, are not counted.
+        """
         return (self.steps - 1) / self.forwards if self.forwards else 0.0
 
 
@@ -82,7 +85,7 @@ def beam_search(
     limit = positive_int("max_new_tokens", max_new_tokens)
     beams = positive_int("beams", beams)
     if budget is None:
-        # 12 nodes a beam on 3 levels; each beam needs more children than a greedy draft
+        # 12 draft nodes a beam on 3 levels; each beam needs more children than a greedy draft
         budget = Budget(nodes=12 * beams, depth=3, top_k=2 * beams, sharpness=1.0)
     check_call(target, drafter, Sampling(), budget)
     num_return_sequences = positive_int("num_return_sequences", num_return_sequences)
@@ -128,8 +131,14 @@ def beam_search(
 
 
 def _check_options(drafter: Drafter, early_stopping: Any, budget: Any) -> None:
-    """Refuse an `early_stopping`, a budget or a drafter that beam search cannot use."""
-    # EarlyStopping is bool or one of the words of its Literal
+    """Refuse an `early_stopping`, a budget or a drafter that beam search cannot use.
+
+    Args:
+        drafter: One that reads the target's KV cache (`reads.texts`) is refused, as all beams share a sequence there.
+        early_stopping: transformers' option.
+        budget: A policy, which chooses a budget in each cycle of one sequence, is refused.
+    """
+    # EarlyStopping is the union of bool and a Literal, whose words are the second member's arguments
     if not isinstance(early_stopping, bool) and early_stopping not in get_args(
         get_args(EarlyStopping)[1]
     ):
@@ -146,7 +155,12 @@ def _check_options(drafter: Drafter, early_stopping: Any, budget: Any) -> None:
 
 
 def _check_penalty(value: Any, limit: int) -> float:
-    """Return the length penalty as a float; ValueError if limit ** penalty is no fp32 number."""
+    """Return the length penalty as a float; ValueError if limit ** penalty is no fp32 number.
+
+    Args:
+        value: The caller's `length_penalty`: scores are divided by length ** penalty.
+        limit: The most tokens of an answer.
+    """
     # a power that overflows fp32 would make all scores equal
     penalty = number("length_penalty", value)
     if abs(penalty) * math.log(limit) > MAX_LOG:
@@ -158,7 +172,7 @@ def _check_penalty(value: Any, limit: int) -> float:
 
 
 def _check_processors(processors: Any) -> tuple[Processor, ...]:
-    """Return the processors as a tuple; ValueError for what cannot be called."""
+    """Return the caller's processors of log-probs as a tuple; ValueError for what cannot be called."""
     if isinstance(processors, str) or not isinstance(processors, Iterable):
         raise ValueError(
             f"processors is {processors!r}, expected a list of functions of tokens and log-probs"
@@ -224,7 +238,7 @@ class _Search:
 
     @torch.inference_mode()
     def run(self) -> None:
-        """Take steps until the search is over."""
+        """Take beam-search steps until the search is over; `beams` then holds the answers."""
         # a forward reads each beam's last token and the drafts, all of which the cache must hold
         drafted = self.budget.nodes + len(self.leaves)
         self.target_state.admit(SHARED_ROW, self.prompt, self.beams.limit + drafted)
@@ -239,7 +253,11 @@ class _Search:
             self.draft_state.release(row)
 
     def _read_prompt(self) -> None:
-        """Let the drafter read the prompt once, before its state is copied for several beams."""
+        """Let the drafter read the prompt once, before its state is copied for several beams.
+
+        The prompt's last token is the root of its first draft, and is read with the beams.
+        """
+        # without several beams, without tokens before the last or without drafts, there is nothing to share
         if len(self.rows) > 1 and len(self.prompt) > 1 and not self.budget.is_empty:
             self.num_drafter_read = len(self.prompt) - 1
             features = self.target_state.features_at(SHARED_ROW, range(self.num_drafter_read))
@@ -250,7 +268,7 @@ class _Search:
     def _read_drafts(self) -> None:
         """Run one forward over each beam's last token and its draft, and take all beam-search steps that it allows."""
         trie = self.trie
-        first_new = len(trie)  # the nodes before it were read by earlier forwards
+        first_new = len(trie)  # the target has read the nodes before this one in earlier forwards
         trees = self._draft()
         # each beam's last token, which the target has not read; beams with the same tokens share a node
         nodes = [
@@ -262,19 +280,22 @@ class _Search:
         # read, so the mask [1, N, R] has a column for every node, and depths are those of all nodes.
         tokens = torch.tensor([trie.tokens[first_new:]])
         mask = trie.ancestors(first_new)[None]
-        logits = self.target_state.read_ahead([SHARED_ROW], tokens, trie.depths, mask)[0]  # [N, V]
+        # [N, V], after each of the N new nodes, over V tokens
+        logits = self.target_state.read_ahead([SHARED_ROW], tokens, trie.depths, mask)[0]
         self.forwards += 1
         self._step(logits, nodes, first_new)
 
     def _draft(self) -> list[DraftTree]:
-        """Return a draft tree for each beam, or an empty list if there is nothing to draft."""
+        """Return a draft tree for each beam, rooted at its last token; an empty list if nothing may be drafted."""
         answers = self.beams.sequences
         # the target adds one token after the last draft that it accepts, so drafts end one level before the limit
         budget = self.budget.within(self.beams.limit - len(answers[0]) - 1)
         if budget.is_empty:
             return []
-        shared = self.target_state.length(SHARED_ROW)
-        updates = {}
+        shared = self.target_state.length(
+            SHARED_ROW
+        )  # how many tokens all beams share, the prompt included
+        updates = {}  # row of the drafter's state -> the tokens of its beam that the drafter has not read
         for row, answer, leaf in zip(self.rows, answers, self.leaves, strict=True):
             # The cache columns of the beam's states: first those of the shared tokens, then those of its trie nodes.
             # The answer's last token is the root of the draft, and the target has no state of it yet.
@@ -298,7 +319,7 @@ class _Search:
         children = [tree.children() for tree in trees]
         # of each beam, and of each node of its tree: the score of beam and path together
         node_scores = []
-        # not strict: there may be no trees
+        # not strict: there may be no trees. A drafter without likelihoods ranks all nodes of a beam alike.
         for tree, score in zip(trees, self.beams.scores.tolist(), strict=False):
             path_scores = (
                 [0.0] * len(tree) if tree.likelihoods is None else tree.likelihoods.tolist()
@@ -315,15 +336,18 @@ class _Search:
                     if tokens[beam][child] not in self.beams.stops.tokens:
                         candidates.append((node_scores[beam][child], beam, child, trie_node))
             level = []
+            # a candidate: its score, its beam, its node in the beam's tree, and its parent's node in the trie
             for _, beam, child, trie_node in nlargest(self.nodes_per_level, candidates):
                 level.append((beam, child, self.trie.add(trie_node, tokens[beam][child])))
 
     def _step(self, logits: Tensor, nodes: list[int], first: int) -> None:
         """Take beam-search steps as long as the forward has read the last token of every beam.
 
+        Then rows of the drafter's state are given to the new beams, and tokens that all of them share are committed.
+
         Args:
-            logits: [N, V], the target's, after each node that the forward read.
-            nodes: The trie node of each beam's last token.
+            logits: [N, V], the target's over V tokens, after each of the N nodes that the forward read.
+            nodes: The trie node of each beam's last token; -1 is the end of the tokens that all beams share.
             first: The trie node that `logits[0]` belongs to.
         """
         beams = self.beams
@@ -335,13 +359,13 @@ class _Search:
         origins = list(range(len(nodes)))
         is_covered = True
         while is_covered:
-            rows = [node - first for node in nodes]
+            rows = [node - first for node in nodes]  # of each beam, its row of `logits`
             if best is None:
                 values, tokens = self._best_tokens(self._process(pick_rows(log_probs, rows)))
             else:
                 values = best[0][rows]
                 tokens = best[1][rows]
-            parents = beams.step(values, tokens)
+            parents = beams.step(values, tokens)  # of each new beam, the beam that it continues
             origins = [origins[parent] for parent in parents]
             self.leaves = [nodes[parent] for parent in parents]
             # a further step needs the target's logits after the new token of every beam: it must be a node of the trie
@@ -355,7 +379,11 @@ class _Search:
         self._commit_shared()
 
     def _process(self, log_probs: Tensor) -> Tensor:
-        """Return the log-probs [W, V] after the running beams, changed by the processors."""
+        """Return log-probs after the W running beams, changed by the processors in turn; ValueError for another shape.
+
+        Args:
+            log_probs: [W, V], of the next token of each beam.
+        """
         sequences = upload(
             torch.tensor([[*self.prompt, *sequence] for sequence in self.beams.sequences]),
             log_probs.device,
@@ -373,9 +401,15 @@ class _Search:
         return log_probs
 
     def _best_tokens(self, log_probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the greatest log-probs [N, C] and their tokens [N, C], on the host; ValueError for nan."""
+        """Return the greatest log-probs at N places, and their tokens, both on the host; ValueError for nan.
+
+        Both are [N, C] with the C best, highest first. C candidates, of each beam, suffice for a beam-search step.
+
+        Args:
+            log_probs: [N, V], over the V tokens of the vocabulary.
+        """
         best = log_probs.topk(min(self.beams.candidate_count, log_probs.shape[-1]))
-        # one transfer for both: the bits of the fp32 values travel as integers
+        # one transfer for both, as [2, N, C]: the bits of the fp32 values travel as integers
         bits = best.values.view(torch.int32).long()
         (packed,) = to_host([torch.stack([best.indices, bits])])
         values = packed[1].int().view(torch.float32)
@@ -407,6 +441,7 @@ class _Search:
     def _commit_shared(self) -> None:
         """Commit the tokens that all beams now share, and drop nodes that no beam needs from the cache and the trie."""
         trie = self.trie
+        # nodes on the path of every beam, and further nodes on the path of at least one
         shared, needed = trie.split(self.leaves)
         self.target_state.keep_columns(
             {SHARED_ROW: [*shared, *needed]},
@@ -426,16 +461,19 @@ class Trie:
     """
 
     def __init__(self) -> None:
+        """Begin without nodes."""
+        # by node: its token, its parent (-1 for none), and the number of its ancestors
         self.tokens: list[int] = []
         self.parents: list[int] = []
         self.depths: list[int] = []
         self.children: dict[tuple[int, int], int] = {}  # parent and token -> node
 
     def __len__(self) -> int:
+        """Return the number of nodes."""
         return len(self.tokens)
 
     def add(self, parent: int, token: int) -> int:
-        """Return the child of `parent` with this token, which is added if it is missing."""
+        """Return the child of node `parent` (-1: the common beginning) with this token, added if it is missing."""
         edge = (parent, token)
         if edge not in self.children:
             self.children[edge] = len(self.tokens)
@@ -445,7 +483,7 @@ class Trie:
         return self.children[edge]
 
     def path(self, node: int) -> list[int]:
-        """Return the nodes from the first to this one."""
+        """Return the nodes on the path to this one, the ancestor without a parent first; empty for -1."""
         path = []
         while node >= 0:
             path.append(node)
@@ -453,7 +491,11 @@ class Trie:
         return path[::-1]
 
     def ancestors(self, first: int) -> Tensor:
-        """Return the tree mask [N, R] bool of the N nodes from `first` on: row i marks a node and its ancestors."""
+        """Return the tree mask of the nodes from `first` on, [N, R] bool: row i marks node first + i and its ancestors.
+
+        N is the number of these nodes, and R that of all nodes of the trie.
+        """
+        # the row and the column of each entry that is true
         rows = []
         columns = []
         for node in range(first, len(self)):
@@ -465,7 +507,10 @@ class Trie:
         return mask
 
     def split(self, leaves: Iterable[int]) -> tuple[list[int], list[int]]:
-        """Return the nodes on the paths to all of these leaves, and the other nodes on the path to at least one."""
+        """Return the nodes that the paths to all of these leaves share, and the other nodes on at least one path.
+
+        Both are in ascending order, so that parents precede their children. A leaf -1 has an empty path.
+        """
         paths = [set(self.path(leaf)) for leaf in set(leaves)]
         shared = set.intersection(*paths)
         return sorted(shared), sorted(set.union(*paths) - shared)

@@ -62,20 +62,20 @@ class BeamState:
         self.near_ties = 0
 
     def step(self, log_probs: Tensor, tokens: Tensor) -> list[int]:
-        """Take one step of beam search.
+        """Extend the running beams by one token, move candidates that end to the answers, and check for the end.
 
         Args:
-            log_probs: [W, C], of the candidates.
-            tokens: [W, C], the candidate tokens of each beam.
+            log_probs: [W, C], of the C likeliest next tokens of each of the W running beams.
+            tokens: [W, C], these tokens.
 
         Returns:
-            Of each new beam the index of the beam that it continues.
+            Of each new beam, best first, the index of the beam that it continues.
         """
         beams = len(self.sequences)
-        length = len(self.sequences[0]) + 1
+        length = len(self.sequences[0]) + 1  # of each candidate, without the prompt
         # the best K candidates of all beams together, [K] each
         scores, indices = (log_probs + self.scores[:, None]).flatten().topk(self.candidate_count)
-        # indices count the candidates beam by beam
+        # indices count the candidates beam by beam, C for each
         parents = (indices // tokens.shape[1]).tolist()
         candidates = tokens.flatten()[indices].tolist()
         sequences = [
@@ -102,7 +102,7 @@ class BeamState:
         return [parents[candidate] for candidate in chosen]
 
     def _ends(self, sequence: list[int]) -> bool:
-        """Return whether an answer ends with the last of these tokens."""
+        """Return whether a stop token or stop string ends an answer with the last of these tokens."""
         end, _ = self.stops.first_end(sequence[:-1], sequence[-1:])
         return end is not None
 
@@ -115,7 +115,8 @@ class BeamState:
             is_ended: [K] bool, which candidates have ended.
         """
         beams = len(self.sequences)
-        # transformers' rule: a candidate that ends becomes an answer only if it is among the best `beams`
+        # transformers' rule: a candidate that ends becomes an answer only if it is among the best `beams`; FAR is added
+        # to the scores of all others, so that they rank after every answer
         is_new = is_ended & (torch.arange(len(sequences)) < beams)
         merged = torch.cat([self.answer_scores, scores + ~is_new * FAR])
         merged, order = merged.sort(descending=True, stable=True)
@@ -135,13 +136,13 @@ class BeamState:
         maximum length. Only this comparison can be a near tie, and only where W answers could end the search.
 
         Args:
-            length: The tokens of the beams.
-            is_ended: [K] bool, which candidates have ended.
+            length: The number of tokens of each beam, without the prompt.
+            is_ended: [K] bool, which of the K candidates of this step have ended.
         """
         if self.early_stopping == "never" and self.length_penalty > 0:
             length = self.limit
         reachable = self.scores[0] / length**self.length_penalty
-        # an entry without an answer counts as worse than any beam
+        # [W]: an entry without an answer counts as worse than any beam, all others as the worst answer
         worst = torch.where(self.has_answer, self.answer_scores.min(), FAR)
         is_full = bool(self.has_answer.all())
         stops_full = self.early_stopping is True and is_full
@@ -150,7 +151,12 @@ class BeamState:
 
 
 def _is_near(scores: Tensor, count: int) -> bool:
-    """Return whether the `count`-th best score is a near tie with the one after it."""
+    """Return whether the `count`-th best score is a near tie with the one after it, so that rounding could swap them.
+
+    Args:
+        scores: Of more than `count` candidates, best first.
+        count: How many of them are chosen.
+    """
     last, following = scores[count - 1 : count + 1].tolist()
     # a difference from a FAR score is no tie
     return last > DEAD and last - following < NEAR_TIE

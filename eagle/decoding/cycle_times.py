@@ -65,7 +65,7 @@ class TimedCycle(NamedTuple):
 
 
 def clock_of(device: torch.device) -> Clock:
-    """Return a clock for measurements on this device.
+    """Return a clock for measurements on this device: a function that tells seconds, of which differences count.
 
     With one CPU thread it tells CPU seconds, which other processes do not affect. With several threads, or on another
     device, it tells wall seconds.
@@ -73,6 +73,7 @@ def clock_of(device: torch.device) -> Clock:
 
     # a device works on after a call has returned: wait for it
     def synchronized() -> float:
+        """Return wall seconds, once the device has done all work that was queued on it."""
         torch.accelerator.synchronize(device)
         return perf_counter()
 
@@ -94,18 +95,20 @@ def measure_costs(
     Args:
         target: The target.
         drafter: Any drafter.
-        prompts: Of the short generations, repeated in turn to fill a batch.
+        prompts: Token ids of each prompt of the short generations, repeated in turn to fill a batch.
         budget: The deepest draft.
         options: Further options of `time_cycles`.
-        tables: Options of `bare_costs`.
+        tables: Options of `bare_costs`, such as the contexts and batch sizes to measure.
 
     Returns:
-        The costs, and by batch size the timed cycles.
+        The costs of forwards, with the time outside of them, and by batch size the timed cycles.
     """
     costs = bare_costs(target, drafter, **tables)
     cycles = {}
+    # the costs at each batch size, with the seconds outside of forwards; the first holds those of larger batches
     measured = []
     for batch in costs.by_batch_size:
+        # one prompt for each row of the batch; `texts` is the batch size
         rows = [prompts[i % len(prompts)] for i in range(batch.texts)]
         timed = time_cycles(
             costs,
@@ -122,15 +125,16 @@ def measure_costs(
 
 
 def draft_levels(cycles: Sequence[TimedCycle], depth: int, limit: int = NEW_TOKENS) -> list[float]:
-    """Return the seconds that a draft of 0 to `depth` levels adds to a cycle.
+    """Return the seconds that a draft of 0, 1, 2, ... levels adds to a cycle, a list of depth + 1 numbers.
 
     Args:
-        cycles: Timed cycles, of which each depth must occur.
-        depth: The deepest draft.
+        cycles: Timed cycles of one batch size, in which each number of levels must occur.
+        depth: The levels of the deepest draft.
         limit: The value of max_new_tokens, for the error message.
     """
     means = []
     for level in range(depth + 1):
+        # of the cycles whose budget had so many levels, the seconds of the part that drafts
         seconds = [cycle.seconds["draft"] for cycle in cycles if cycle.levels == level]
         if not seconds:
             raise ValueError(
@@ -154,11 +158,11 @@ def mean_of_most(seconds: Sequence[float]) -> float:
 def _time_outside(
     costs: Costs, batch_size: int, cycles: Sequence[TimedCycle]
 ) -> tuple[float, float]:
-    """Return median seconds outside of bare forwards: of a cycle, and of each forward of a draft.
+    """Return median seconds outside of bare forwards: of a cycle, and of each forward of the drafter in a draft.
 
     Args:
         costs: Of the bare forwards.
-        batch_size: The batch size.
+        batch_size: The number of sequences that each cycle decoded.
         cycles: Timed cycles at this batch size.
     """
     rest = [cycle.seconds["verify"] + cycle.seconds["other"] for cycle in cycles]
@@ -166,9 +170,11 @@ def _time_outside(
     idle = [cycle.seconds["draft"] for cycle in cycles if not cycle.levels]
     outside_forwards = []
     for cycle in cycles:
+        # how many tokens each forward of the draft read; None or empty if there were no timed forwards, or no draft
         if cycle.rows:
             outside = cycle.seconds["draft"] - costs.draft(cycle.rows, cycle.context, batch_size)
             outside_forwards.append(outside / len(cycle.rows))
+    # 0 where no cycle tells
     return median(rest or [0.0]) + median(idle or [0.0]), median(outside_forwards or [0.0])
 
 
@@ -189,7 +195,7 @@ def bare_costs(
     Args:
         target: The target.
         drafter: Its forwards are timed, too; None to time the target alone.
-        contexts: How many tokens precede a forward.
+        contexts: How many tokens precede a forward, in the KV cache.
         sizes: How many tokens a forward reads.
         rounds: How many times each forward is timed, for the median.
         batch_sizes: Above 1 only the target's forwards are timed, at the shortest and the longest context.
@@ -217,6 +223,7 @@ def bare_costs(
     tables = zip(*by_context, strict=True)
     # the shortest and the longest context
     ends = tuple(sorted({contexts[0], contexts[-1]}))
+    # how many tokens of each sequence the forwards over a batch read
     tokens = tuple(sorted(set(batch_tokens or sizes)))
     batches = []
     # a drafter's forward over a batch costs as one over all of its tokens, so only the target's are timed in batches
@@ -235,6 +242,7 @@ def bare_costs(
             )
             table.append(medians[0])
         batches.append(Costs(ends, tokens, tuple(table), texts=batch_size))
+    # the tokens of the forward that shows the drafter's seconds for each token of a prompt
     unread = int(min(UNREAD, max_positions - contexts[0]))
     return Costs(
         contexts,
@@ -256,7 +264,7 @@ def _time_token(drafter: Drafter, context: int, tokens: int, rounds: int, clock:
         context: Tokens before the forward.
         tokens: How many tokens the forward reads.
         rounds: How many times it is timed.
-        clock: The clock.
+        clock: Tells seconds.
     """
     # the forward before a draft computes logits of its last token alone
     probe = None if drafter.reads.texts else drafter.probe(context, tokens, 1)
@@ -282,18 +290,21 @@ def _time_forwards(
     *,
     batch_size: int = 1,
 ) -> list[tuple[float, ...]]:
-    """Return medians by size: of the target's forwards, then of the drafter's first and later forwards if it has any.
+    """Return median seconds of the target's forwards, then of the drafter's first and later forwards if it has any.
+
+    Each of these one or three tuples has a number for each of `sizes`.
 
     Args:
         target: The target.
         drafter: The drafter.
-        context: Tokens before the forwards.
-        sizes: Tokens that the forwards read.
+        context: How many tokens precede the forwards, in the KV cache.
+        sizes: How many tokens the forwards read of each sequence, ascending.
         rounds: How many times each forward is timed.
-        clock: The clock.
+        clock: Tells seconds.
         batch_size: The batch size of the target's forwards.
     """
     # seconds depend on the lengths of the sequences alone, so any token serves
+    # a target's `read` commits nothing, so each forward finds the same context
     state = target.open()
     for row in range(batch_size):
         state.admit(row, [1] * context, room=sizes[-1])
@@ -303,7 +314,7 @@ def _time_forwards(
     for size in sizes:
         tree = DraftTree.chain([1] * size)
         reads.append(partial(state.read, dict.fromkeys(range(batch_size), tree)))
-    kinds = [reads]
+    kinds = [reads]  # for each kind of forward, a function by size that runs it
     # the first forward of a draft computes logits of its last token alone, later ones of all tokens
     for scores_all in (False, True):
         probes = []
@@ -324,6 +335,7 @@ def _time_forwards(
                 start = clock()
                 probes[j]()
                 seconds = clock() - start
+                # round 0 is the warm-up
                 if i:
                     times[kind, j].append(seconds)
     medians = []
@@ -336,6 +348,7 @@ class _AllLevels:
     """A policy that requests every draft depth in turn, the same for all rows, and learns nothing."""
 
     def __init__(self, budget: Budget) -> None:
+        """Begin before the first cycle; `budget` is that of the deepest draft."""
         self.budget = budget
         self.nodes = budget.nodes
         self.draw = budget.draw
@@ -355,7 +368,7 @@ class _AllLevels:
         return dict.fromkeys(levels, budget)
 
     def within(self, levels: int) -> Budget:
-        """Return the budget with its depth clamped to `levels`."""
+        """Return the budget with a depth of at most `levels`."""
         return self.budget.within(levels)
 
 
@@ -378,7 +391,7 @@ def time_cycles(
         costs: Of bare forwards; they say how many tokens each forward of a draft reads.
         target: The target.
         drafter: Any drafter.
-        prompts: One for each row of the batch.
+        prompts: The token ids of one prompt for each row of the batch.
         budget: The deepest draft.
         sampling: Of all rows; by default greedy.
         max_new_tokens: The most tokens of each row.
@@ -388,7 +401,7 @@ def time_cycles(
     """
     turns = _AllLevels(budget)
     policy: Any = turns  # not a full `Policy`, as it learns nothing
-    # enough cycles of each depth for a mean
+    # enough cycles of each depth, 0 included, for a mean; fewer where more rows make cycles longer
     needed = max(ROUNDS, SINGLE_ROUNDS // len(prompts)) * (budget.depth + 1)
     clock = clock or clock_of(target.device)
     decoding = Decoding(
@@ -405,10 +418,12 @@ def time_cycles(
                 trace=trace,
                 stop=stop,
             )
+        # `requested` has an entry for each cycle that was begun
         while not decoding.is_done and len(turns.requested) <= needed:
             decoding.step()
     finally:
         decoding.close()
+    # raises the error that ended a row, if any
     for trace in traces:
         trace.checked()
     return _join_rows(costs, drafter, turns.requested, traces)
@@ -422,15 +437,17 @@ def _join_rows(
     Args:
         costs: Of bare forwards.
         drafter: Whose drafts they were.
-        requested: The budget of each cycle, in their order.
-        traces: Of each row.
+        requested: The budget of each cycle, in their order, the same for all rows.
+        traces: Of each row, with its cycles.
     """
     # by the number of a cycle: the cycle of each row, and the tokens that its draft's forwards read
     cycles_by_number: dict[int, list[Cycle]] = defaultdict(list)
     forwards_by_number: dict[int, list[tuple[int, ...]]] = defaultdict(list)
     for trace in traces:
         budgets = [requested[cycle.number] for cycle in trace.cycles]
+        # of each cycle, how many levels were accepted and how many were drafted
         outcomes = [(cycle.accepted, cycle.depth) for cycle in trace.cycles]
+        # of each cycle, how many tokens of the row each forward of its draft read; None if none were timed
         forwards = costs.rows_along(drafter, budgets, outcomes)
         for cycle, rows in zip(trace.cycles, forwards, strict=True):
             cycles_by_number[cycle.number].append(cycle)
@@ -448,7 +465,7 @@ def _join_rows(
                 rows=max(forwards_by_number[number], default=None),
                 nodes=max(cycle.nodes for cycle in cycles),
                 context=max(cycle.context for cycle in cycles),
-                seconds=cycles[0].seconds or {},
+                seconds=cycles[0].seconds or {},  # all rows of a cycle share them
             )
         )
     return timed

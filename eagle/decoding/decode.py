@@ -83,6 +83,7 @@ def generate(
             trace, `trace.error`, and a warning counts them.
     """
     refuse_options(unknown, OPTIONS)
+    # the token ids of each prompt; None for a single prompt without a batch size
     rows = prompt_rows(prompt, batch_size)
     traces = _find_traces(trace, rows)
     if batch_size is None and rows is not None:
@@ -127,12 +128,14 @@ def stream(
     prompt, new tokens).
     """
     refuse_options(unknown, OPTIONS)
+    # the token ids of each prompt; None for a single prompt without a batch size
     rows = prompt_rows(prompt, batch_size)
     prompts = [token_ids(prompt)] if rows is None else rows
     count = len(prompts)
     # this is no generator function: it checks all arguments when it is called, not when the first token is read
     samplings = list_values("sampling", Sampling() if sampling is None else sampling, count)
     limits = list_values("max_new_tokens", max_new_tokens, count)
+    # without prompts, target and drafter are checked all the same
     for row_sampling in samplings or [Sampling()]:
         check_call(target, drafter, row_sampling, budget)
     timing = boolean("timing", timing)
@@ -171,6 +174,7 @@ def stream(
                 trace=traces[i],
                 stop=stop,
             )
+    # a request was refused: the target's state is given back first
     except ValueError:
         decoding.close()
         raise
@@ -178,11 +182,11 @@ def stream(
 
 
 def _find_traces(trace: Any, rows: list[list[int]] | None) -> list[Trace]:
-    """Return the caller's traces, or new ones.
+    """Return the traces that the answers are written to, one for each prompt: the caller's, or new ones.
 
     Args:
         trace: The option of the call: a trace for a single prompt, a list of traces for several, or None.
-        rows: The prompts; None for a single prompt.
+        rows: The token ids of each prompt; None for a single prompt.
     """
     if rows is not None:
         return list_traces(trace, len(rows))
@@ -207,6 +211,7 @@ def _write(
     try:
         while not decoding.is_done:
             for i, tokens in decoding.step():
+                # raises the error that ended the only answer, if any
                 if alone:
                     traces[0].checked()
                 if tokens:
@@ -218,6 +223,7 @@ def _write(
     failed = [i for i, trace in enumerate(traces) if trace.error is not None]
     if not failed:
         return
+    # every prompt has failed: this raises the first error
     if len(failed) == len(traces):
         traces[0].checked()
     error = traces[failed[0]].error
@@ -232,6 +238,13 @@ class NewTokens(list[int]):
     """New tokens of an answer, as a list of ids; `text` is what they add to its text."""
 
     def __init__(self, tokens: Iterable[int], answer: _AnswerText, index: int) -> None:
+        """Hold new tokens, whose text is decoded only if it is asked for.
+
+        Args:
+            tokens: The token ids.
+            answer: The text of their answer.
+            index: Of these tokens among the pieces of the answer.
+        """
         super().__init__(tokens)
         self._answer = answer
         self._index = index
@@ -266,12 +279,15 @@ class _AnswerText:
         self.emitted = 0  # the number of characters in `texts`
 
     def add(self, tokens: list[int]) -> NewTokens:
-        """Return the next tokens of the answer."""
+        """Append the next tokens of the answer as a piece, and return them with access to their text."""
         self.pieces.append((tokens, self.trace.finish != "running"))
         return NewTokens(tokens, self, len(self.pieces) - 1)
 
     def piece(self, index: int) -> str:
-        """Return the text of a piece; the pieces before it are decoded first, because its text depends on them."""
+        """Return the text of the piece with this index, decoded once.
+
+        The pieces before it are decoded first, because its text depends on them.
+        """
         while len(self.texts) <= index:
             tokens, is_last = self.pieces[len(self.texts)]
             text = self._decode(tokens, is_last)
@@ -280,10 +296,10 @@ class _AnswerText:
         return self.texts[index]
 
     def _decode(self, tokens: list[int], is_last: bool) -> str:
-        """Return the text that the next tokens complete.
+        """Return the text that the next piece completes, and hold back what may become a stop string.
 
         Args:
-            tokens: Of the piece.
+            tokens: Of the piece, the next after those that were decoded.
             is_last: Whether the answer ends with them.
         """
         if is_last:
@@ -292,6 +308,7 @@ class _AnswerText:
         if self.spelling is None:
             self.spelling = Spelling(self.trace.need_tokenizer())
         text = self.pending + "".join(map(self.spelling, tokens))
+        # text from this index on may be the beginning of a stop string
         end = self._find_stop(text)
         self.pending = text[end:]
         return text[:end]

@@ -33,6 +33,7 @@ class Average:
     __slots__ = ("is_guess", "min_weight", "value", "weight")
 
     def __init__(self, guess: float, min_weight: float = MIN_WEIGHT) -> None:
+        """Begin with a guess, whose weight is that of one cycle, or `min_weight` if that is less."""
         self.value = guess
         self.weight = min(1.0, min_weight)
         self.min_weight = min_weight
@@ -43,7 +44,8 @@ class Average:
 
         Args:
             outcome: Whether the event happened in this cycle; None if the cycle does not tell.
-            memory: The number of cycles that the average spans.
+            memory: The number of cycles that the average spans: each cycle, the weight of those before falls by a part
+                of 1 / memory.
         """
         # the weight decays down to `min_weight`; a weight that is lower already stays
         self.weight = max(self.weight * (1 - 1 / memory), min(self.weight, self.min_weight))
@@ -53,7 +55,7 @@ class Average:
             self.value += (outcome - self.value) / self.weight
 
     def shrink_toward(self, prior: float) -> float:
-        """Return this average, shrunk toward `prior`: the fewer cycles it has, the more."""
+        """Return this average, shrunk toward `prior`, the average of all rows: the fewer cycles it has, the more."""
         return (self.weight * self.value + PRIOR * prior) / (self.weight + PRIOR)
 
 
@@ -64,6 +66,13 @@ class Levels:
     """
 
     def __init__(self, levels: int, memory: float, min_weight: float = MIN_WEIGHT) -> None:
+        """Begin with guesses: every requested level is proposed, and few are accepted.
+
+        Args:
+            levels: The levels of the deepest draft.
+            memory: The number of cycles that averages span.
+            min_weight: The weight, in cycles, that an average keeps however long nothing is added.
+        """
         self.memory = memory
         self.proposed = [Average(1.0, min_weight) for _ in range(levels)]
         self.accepted = [Average(GUESS, min_weight) for _ in range(levels)]
@@ -83,6 +92,7 @@ class Levels:
             zip(self.proposed, self.accepted, strict=True)
         ):
             was_requested = level < requested
+            # None: a level that was not requested tells nothing
             proposed.add(depth > level if was_requested else None, memory)
             # a cycle tells of a level's acceptance only if it accepted the level above
             accepted.add(
@@ -107,7 +117,7 @@ class Forecast:
     def limit(self, depth: int) -> Forecast:
         """Return the forecast of a row that may draft at most `depth` levels: deeper ones bring and cost nothing."""
         depth = max(depth, 0)
-        beyond = [0.0] * (len(self.path_probs) - depth)
+        beyond = [0.0] * (len(self.path_probs) - depth)  # probabilities of the deeper levels
         return Forecast(
             [*self.path_probs[:depth], *beyond], [*self.proposed[:depth], *beyond], self.start
         )
@@ -131,7 +141,7 @@ class Acceptance:
         self.read_tokens: dict[int, int] = {}  # how many tokens of each row the drafter has read
 
     def keep_only(self, contexts: Mapping[int, int]) -> None:
-        """Forget rows that are no longer decoded.
+        """Forget the rates of rows that are no longer decoded.
 
         Args:
             contexts: Row id -> length of the sequence, of all rows of the next cycle.
@@ -144,7 +154,11 @@ class Acceptance:
             self.read_tokens.pop(row, None)
 
     def forecasts(self, rows: Iterable[int]) -> list[Forecast]:
-        """Return the forecast of each of these rows."""
+        """Return what is expected of a draft of each of these rows, by level; `start` stays 0.
+
+        Args:
+            rows: Row ids. Rows of which nothing is known are forecast by the rates of all rows.
+        """
         rows = list(rows)
         # the rates of a single row are those of all rows
         if len(rows) == 1:
@@ -152,7 +166,7 @@ class Acceptance:
         return [self._forecast(self.rows.get(row)) for row in rows]
 
     def _forecast(self, row_levels: Levels | None) -> Forecast:
-        """Return for each level the probability that it is accepted, and that it is proposed if requested.
+        """Return for each level the probability that it is accepted (with all above it), and proposed if requested.
 
         Args:
             row_levels: The rates of one row, of which few cycles are known: they are shrunk toward those of all rows.
@@ -173,20 +187,22 @@ class Acceptance:
         return Forecast(list(accumulate(accepted, mul)), proposed)
 
     def learn(self, row: int, requested: int, cycle: Cycle, depth: int) -> None:
-        """Update the rates of a row, and those of all rows.
+        """Update the rates of a row, and those of all rows, after a cycle.
 
         Args:
             row: The row id.
             requested: How many levels the drafter was asked for.
-            cycle: The row's cycle.
-            depth: How many of these levels it proposed.
+            cycle: The outcome for this row: its tree and what was accepted.
+            depth: How many of these levels the drafter proposed.
         """
         self.all_rows.add(requested, cycle, depth, cycle.rows)
+        # the rates of a single row are those of all rows
         if cycle.rows > 1:
             if row not in self.rows:
                 # no minimum weight: a row without data takes the rates of all rows
                 self.rows[row] = Levels(self.levels, min(self.memory, ROW_MEMORY), min_weight=0.0)
             self.rows[row].add(requested, cycle, depth)
+        # the root and the accepted tokens are in the target's cache now
         self.ends[row] = cycle.context + cycle.accepted + 1
         # a drafter that drafts has read the row up to the root
         if requested:
@@ -201,7 +217,7 @@ class Batch:
     costs: CostTable
 
     def tokens(self, levels: Sequence[int]) -> float:
-        """Return the expected tokens of a cycle in which row i drafts `levels[i]` levels."""
+        """Return how many tokens a cycle is expected to commit, over all rows, if row i drafts `levels[i]` levels."""
         # each row gets one token from the target, and one from each accepted level
         drafted = 0.0
         for forecast, depth in zip(self.forecasts, levels, strict=True):
@@ -213,7 +229,7 @@ class Batch:
 
         A forward of the target takes as long as the deepest proposed tree needs, as all rows are padded to it.
         """
-        read = self.costs.read
+        read = self.costs.read  # [levels of the deepest tree], seconds of a cycle beside drafting
         total = read[0] + self.costs.drafting(levels)
         total += sum(
             forecast.start for forecast, depth in zip(self.forecasts, levels, strict=True) if depth
@@ -225,16 +241,17 @@ class Batch:
                 for forecast, depth in zip(self.forecasts, levels, strict=True)
                 if depth > level
             ]
+            # the probability that none of these rows proposes the level
             silent = prod(1 - forecast.proposed[level] for forecast in drafting)
             total += (1 - silent) * (read[level + 1] - read[level])
         return total
 
     def speed(self, levels: Sequence[int]) -> float:
-        """Return the expected tokens per expected second."""
+        """Return the expected tokens per expected second of a cycle in which row i drafts `levels[i]` levels."""
         return self.tokens(levels) / self.seconds(levels)
 
     def best_levels(self, limits: Sequence[int], deepest: int) -> list[int]:
-        """Return the levels of each row, at most `deepest`, that give the most tokens per second.
+        """Return how many levels each row should draft for the most tokens per second, at most `deepest`.
 
         The ratio tokens / seconds is maximised by Dinkelbach's method: maximise tokens - price * seconds at a fixed
         price, take the ratio of this choice as the next price, and repeat. For a fixed price `_count_rows` finds the
@@ -275,8 +292,11 @@ class Batch:
         of rows, given that the deeper levels then choose theirs.
 
         Args:
-            price: Tokens per second.
+            price: Tokens that a second must bring, in tokens per second.
             deepest: The most levels of any row.
+
+        Returns:
+            For each of the `deepest` levels, from the first, the number of rows that draft it.
         """
         # choices[-1 - level][limit]: the number of rows that draft this level, at most `limit`
         choices: list[list[int]] = []
@@ -304,7 +324,13 @@ class Batch:
         return counts
 
     def _gains(self, level: int, price: float) -> list[float]:
-        """Return a level's expected tokens minus `price` times its seconds, if the first 0, 1, 2, ... rows draft it."""
+        """Return a level's expected tokens minus `price` times its seconds, if the first 0, 1, 2, ... rows draft it.
+
+        Args:
+            level: Of the draft, from 0.
+            price: Tokens per second.
+        """
+        # draft[rows that draft][levels]: seconds of drafting; read: the further seconds of the target for this level
         draft = self.costs.draft
         read = self.costs.read[level + 1] - self.costs.read[level]
         gains = [0.0]

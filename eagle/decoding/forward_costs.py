@@ -53,18 +53,24 @@ class Costs:
 
     @classmethod
     def parse(cls, values: dict[str, Any]) -> Costs:
-        """Return costs from JSON, as `dataclasses.asdict` gave it."""
+        """Return costs from the dict that JSON gives back after `dataclasses.asdict`, with lists made tuples again."""
         fields = {key: _tuples(value) for key, value in values.items() if key != "batches"}
         batches = tuple(cls.parse(batch) for batch in values.get("batches", ()))
         return cls(**fields, batches=batches)
 
     @property
     def by_batch_size(self) -> list[Costs]:
-        """These costs and those of larger batches, smallest batch first."""
+        """The costs by batch size, smallest first: these, and those of `batches`; each one's `texts` is its size."""
         return [self, *self.batches]
 
     def read(self, tokens: int, context: int, batch_size: int = 1) -> float:
-        """Return the seconds of the target's forward over `tokens` of each sequence, and of the cycle around it."""
+        """Return the seconds of the target's forward, and of the cycle around it without drafting.
+
+        Args:
+            tokens: How many tokens of each sequence the forward reads.
+            context: How many tokens precede them.
+            batch_size: The number of sequences; seconds are interpolated between measured batch sizes.
+        """
         sizes = []
         seconds = []
         for costs in self.by_batch_size:
@@ -74,7 +80,7 @@ class Costs:
         return interpolate(sizes, seconds, batch_size)
 
     def draft(self, rows: Sequence[int], context: int, batch_size: int = 1) -> float:
-        """Return the seconds of drafting; 0 where no costs are known.
+        """Return the seconds of a draft for all sequences of a batch; 0 where the drafter's forwards were not timed.
 
         Args:
             rows: Of each forward of the drafter, how many tokens of a sequence it reads.
@@ -92,16 +98,23 @@ class Costs:
         )
 
     def cycle(self, nodes: int, rows: Sequence[int], context: int, batch_size: int = 1) -> float:
-        """Return the seconds of a cycle that drafts `nodes` for each sequence in forwards of these `rows`."""
+        """Return the seconds of a cycle: a draft, a forward of the target over it, and the time outside of forwards.
+
+        Args:
+            nodes: Draft tokens of each sequence, the root not counted.
+            rows: Of each forward of the drafter, how many tokens of a sequence it reads.
+            context: How many tokens precede the draft.
+            batch_size: The number of sequences.
+        """
         return self.draft(rows, context, batch_size) + self.read(nodes + 1, context, batch_size)
 
     def rows(self, drafter: Drafter, budget: Budget, pending: int) -> tuple[int, ...] | None:
-        """Return how many tokens of a sequence each forward of a draft reads; None if no forwards were timed.
+        """Return how many tokens of a sequence each forward of a draft reads, in order; None if none were timed.
 
         Args:
             drafter: Whose draft it is.
-            budget: Of the draft.
-            pending: The tokens that the first forward reads.
+            budget: Of the draft; one that allows no drafts takes no forwards.
+            pending: How many tokens the first forward reads: those that the drafter has not read yet.
         """
         if budget.is_empty:
             return ()
@@ -116,17 +129,18 @@ class Costs:
         budgets: Iterable[Budget],
         outcomes: Iterable[tuple[int, int]],
     ) -> Iterator[tuple[int, ...] | None]:
-        """Yield the `rows` of each cycle's draft in one sequence.
+        """Yield for each cycle of a sequence how many tokens each forward of its draft read, as `rows` returns them.
 
         Args:
             drafter: Whose drafts they are.
-            budgets: Of each cycle.
+            budgets: Of each cycle, in order.
             outcomes: Of each cycle, how many levels were accepted and how many were drafted.
         """
         # the tokens that the draft's first forward reads: those that were committed since the last draft
         pending = 1
         for budget, (accepted, depth) in zip(budgets, outcomes, strict=True):
             yield self.rows(drafter, budget, pending)
+            # without a draft the drafter reads nothing, and the accepted tokens and the root wait for the next draft
             if budget.is_empty:
                 pending += accepted + 1
             elif self.unread is None:
@@ -135,7 +149,13 @@ class Costs:
                 pending = self.unread[depth][accepted]
 
     def _look_up(self, table: Table, size: int, context: int) -> float:
-        """Return the seconds of a forward over `size` tokens after `context` tokens, from a measured table."""
+        """Return the seconds of a forward over `size` tokens after `context` tokens, interpolated in a measured table.
+
+        Args:
+            table: [context][size], the median seconds of such forwards.
+            size: How many tokens the forward reads.
+            context: How many tokens precede them.
+        """
         # bilinear: along sizes, then along contexts
         at_size = [interpolate(self.sizes, row, size) for row in table]
         return interpolate(self.contexts, at_size, context)
@@ -145,6 +165,11 @@ def interpolate(points: Sequence[int], values: Sequence[float], point: float) ->
     """Interpolate linearly between values measured at ascending points, and extrapolate after the last point.
 
     Before the first point its value is returned. The result is at least 0.
+
+    Args:
+        points: Such as batch sizes, contexts or numbers of tokens.
+        values: Such as seconds, one for each point.
+        point: Where the value is wanted.
     """
     # no extrapolation before the first point: a forward over one token takes longer than a line would say
     if len(points) == 1 or point <= points[0]:
@@ -155,7 +180,7 @@ def interpolate(points: Sequence[int], values: Sequence[float], point: float) ->
 
 
 def _tuples(value: Any) -> Any:
-    """Return a value from JSON with its nested lists as tuples, which can be hashed."""
+    """Return a value from JSON with its lists, also those in lists, as tuples, which can be hashed."""
     if isinstance(value, list | tuple):
         return tuple(_tuples(item) for item in value)
     return value
@@ -178,7 +203,13 @@ class CycleCosts:
 
     @classmethod
     def of_one(cls, draft: Sequence[float], read: Sequence[float]) -> CycleCosts:
-        """Return costs that do not depend on the context, for one sequence at a time, from seconds by levels."""
+        """Return costs that do not depend on the context, for one sequence at a time.
+
+        Args:
+            draft: Seconds of drafting 0, 1, 2, ... levels.
+            read: Seconds of the rest of a cycle with a tree of 0, 1, 2, ... levels.
+        """
+        # the only batch size is 1, and the only context, 0, stands for all
         return cls((1,), (0,), ((tuple(draft),),), ((tuple(read),),))
 
     @classmethod
@@ -197,12 +228,15 @@ class CycleCosts:
             budget: The deepest draft.
             drafts: Batch size -> seconds of drafting 0, 1, 2, ... levels, for a drafter without timed forwards.
         """
+        # by number of levels: the budget cut to it, the tokens that each forward of its draft reads (None if none were
+        # timed), and the draft nodes of its full tree
         levels = [budget.within(level) for level in range(budget.depth + 1)]
         rows = [costs.rows(drafter, level_budget, PENDING) for level_budget in levels]
         nodes = [count_nodes(level_budget) for level_budget in levels]
         batch_sizes = tuple(batch.texts for batch in costs.by_batch_size)
 
         def draft_seconds(batch_size: int, context: int) -> tuple[float, ...]:
+            """Return the seconds of drafting 0, 1, 2, ... levels for each sequence of a batch."""
             seconds = []
             for level, forwards in enumerate(rows):
                 if forwards is None:
@@ -212,6 +246,7 @@ class CycleCosts:
             return tuple(seconds)
 
         def read_seconds(batch_size: int, context: int) -> tuple[float, ...]:
+            """Return the seconds of the rest of a cycle with trees of 0, 1, 2, ... levels; each has a root, the 1."""
             return tuple(costs.read(1 + count, context, batch_size) for count in nodes)
 
         # one grid each: [batch size][context][levels]
@@ -229,14 +264,17 @@ class CycleCosts:
         )
 
     def at(self, batch_size: int, context: int) -> CostTable:
-        """Return the costs of a cycle of `batch_size` rows, the longest of which has `context` tokens."""
+        """Return the costs of a cycle of `batch_size` rows, the longest of which has `context` tokens before it.
+
+        ValueError if the batch size is above the only one that was measured.
+        """
         self.check_batch_size(batch_size)
-        # a rounded context, so that the cached table serves many cycles
+        # a rounded context, so that the cached table serves many cycles; with one measured context all costs are equal
         context = context // STEP * STEP if len(self.contexts) > 1 else 0
         return _make_table(self, batch_size, context)
 
     def check_batch_size(self, batch_size: int) -> None:
-        """Refuse a batch size above the only one that was measured; with two measured sizes it is extrapolated."""
+        """Refuse a batch size above the only one that was measured; two measured ones are extrapolated."""
         largest = self.batch_sizes[-1]
         if batch_size > largest and len(self.batch_sizes) == 1:
             raise ValueError(
@@ -246,9 +284,15 @@ class CycleCosts:
             )
 
     def interpolate(self, grid: Grid, batch_size: int, context: int) -> list[float]:
-        """Return seconds by levels at a batch size and a context, interpolated between those that were measured."""
+        """Return seconds by number of levels at a batch size and a context, interpolated between measured ones.
+
+        Args:
+            grid: [batch size][context][levels], measured seconds.
+            batch_size: The number of sequences.
+            context: The tokens of the longest one.
+        """
         # bilinear: along contexts, then along batch sizes
-        by_size = []
+        by_size = []  # [batch size][levels]
         for table in grid:
             by_size.append(
                 [
@@ -270,7 +314,7 @@ class CostTable:
     read: list[float]  # [levels of the deepest tree], of the rest of the cycle
 
     def drafting(self, levels: Sequence[int]) -> float:
-        """Return the seconds of a draft in which row i drafts `levels[i]` levels."""
+        """Return the seconds of a draft in which row i of the batch drafts `levels[i]` levels."""
         # each level costs what it costs for as many rows as reach it
         seconds = self.draft[len(levels)][0]
         for level in range(1, max(levels) + 1):
@@ -281,7 +325,7 @@ class CostTable:
 
 @lru_cache(4096)
 def _make_table(costs: CycleCosts, batch_size: int, context: int) -> CostTable:
-    """Return the costs of a cycle of `batch_size` rows; cached, because every cycle needs them."""
+    """Return the costs of a cycle of `batch_size` rows after `context` tokens; cached, as every cycle needs them."""
     draft = [costs.interpolate(costs.draft, count, context) for count in range(1, batch_size + 1)]
     # without a row that drafts, drafting takes no time
     nothing = [0.0] * len(draft[0])
@@ -289,7 +333,8 @@ def _make_table(costs: CycleCosts, batch_size: int, context: int) -> CostTable:
 
 
 def count_nodes(budget: Budget) -> int:
-    """Return the nodes of a full tree of this budget."""
+    """Return the number of draft nodes of a full tree of this budget, the root not counted."""
+    # a fixed tree, of which the depth may have been cut: the length of a path is its node's level
     if budget.paths is not None:
         return sum(len(path) <= budget.depth for path in budget.paths)
     # every node has top_k children, until the budget's nodes run out

@@ -63,7 +63,7 @@ class Goodput:
             share: The most of the time, from 0 to 1, that may go into exploring levels deeper than the best ones: one
                 level deeper, and one more as long as all explored levels are accepted.
             memory: The number of cycles over which averages are taken.
-            costs: The costs for several rows, in place of `draft` and `read`.
+            costs: The costs for several rows, in place of `draft` and `read`. A row is one sequence of the batch.
         """
         # the order matters: each check relies on those before it
         _check_figures("draft", draft)
@@ -107,17 +107,23 @@ class Goodput:
 
     @property
     def proposed(self) -> list[Average]:
-        """How often each level was proposed when it was asked for, by all rows."""
+        """For each draft level, how often the drafter proposed it when it was asked for, over all rows."""
         return self.acceptance.all_rows.proposed
 
     @property
     def accepted(self) -> list[Average]:
-        """How often each level was accepted when it was asked for and the one above was accepted, by all rows."""
+        """For each draft level, how often it was accepted when requested, and the one above accepted, over all rows."""
         return self.acceptance.all_rows.accepted
 
     @classmethod
     def of_costs(cls, costs: CycleCosts, budget: Budget, **options: Any) -> Goodput:
-        """Return a policy with these costs; the options are those of the class."""
+        """Return a policy with these costs; the options are `share` and `memory` of the class.
+
+        Args:
+            costs: Seconds by batch size, context and levels.
+            budget: The deepest draft.
+        """
+        # the class also wants the seconds of one row: those at the first batch size and context
         return cls(costs.draft[0][0], costs.read[0][0], budget, costs=costs, **options)
 
     @classmethod
@@ -145,6 +151,7 @@ class Goodput:
             clock: By default one of CPU seconds (`clock_of`).
             options: Options of `generate`, with one sampling and one limit for all prompts.
         """
+        # the token ids of each prompt; None for a single prompt
         rows = prompt_rows(prompt, None)
         prompts = [token_ids(prompt)] if rows is None else rows
         if batch_sizes is not None:
@@ -159,6 +166,7 @@ class Goodput:
             budget = tuned or Budget.fixed(chain_paths(8))
         refuse_options(options.keys() - {*GENERATION}, GENERATION)
         check_call(target, drafter, options.get("sampling") or Sampling(), budget)
+        # the short generations then have the first of the contexts that the caller asked for
         if contexts:
             prompts = [_repeat(tokens, contexts[0]) for tokens in prompts]
 
@@ -177,7 +185,7 @@ class Goodput:
             clock=clock,
         )
         # a drafter without forwards that can be timed: its costs are those of whole drafts in short generations
-        drafts = {}
+        drafts = {}  # batch size -> seconds of drafting 0, 1, 2, ... levels
         if costs.rows(drafter, budget, PENDING) is None:
             limit = {"limit": options["max_new_tokens"]} if "max_new_tokens" in options else {}
             for batch_size, timed in cycles.items():
@@ -190,6 +198,10 @@ class Goodput:
         """Refuse a request that the policy cannot serve: typical acceptance, or more rows than were measured.
 
         The forecasts assume exact verification. Typical acceptance is lossy, and has other rates.
+
+        Args:
+            samplings: Of each request.
+            batch_size: The most rows of a batch.
         """
         if any(sampling.typical is not None for sampling in samplings):
             raise ValueError(
@@ -228,11 +240,15 @@ class Goodput:
         return self._choose_depths(levels, contexts)
 
     def within(self, levels: int) -> Budget:
-        """Return the next cycle's budget of one row, at most `levels` deep."""
+        """Return the next cycle's budget for a single row, at most `levels` deep; `share` does so for several rows."""
         return self._choose_depths({ONLY: levels}, {ONLY: self.context})[ONLY]
 
     def learn_rows(self, cycles: Mapping[int, Cycle]) -> None:
-        """Learn from the cycle of these rows: rates of acceptance, the time spent, and how deep to explore next."""
+        """Learn from the cycle of these rows: rates of acceptance, the time spent, and how deep to explore next.
+
+        Args:
+            cycles: Row id -> the row's tree and what was accepted, for the rows that have not failed.
+        """
         # levels beyond those that were requested are not counted
         depths = {row: min(cycle.depth, self.requested[row]) for row, cycle in cycles.items()}
         self.context = max(cycle.context for cycle in cycles.values())
@@ -252,7 +268,7 @@ class Goodput:
             self.acceptance.learn(row, self.requested[row], cycle, depths[row])
 
     def learn(self, cycle: Cycle) -> None:
-        """Update the rates after a cycle of one row."""
+        """Learn from a cycle of a single row; `learn_rows` does so for several."""
         self.learn_rows({ONLY: cycle})
 
     def _choose_depths(
@@ -277,7 +293,8 @@ class Goodput:
         limits = [max(min(limit, self.budget.depth), 0) for limit in levels.values()]
         best = batch.best_levels(limits, self.budget.depth)
 
-        # exploring may lose its share of the time so far, or at first of the time that a few answers will take
+        # exploring may lose its share of the time so far, or at first of the time that a few answers will take without
+        # drafts (read[0] for each token)
         ahead = FIRST_ANSWERS * max(map(_tokens_ahead, levels.values())) * batch.costs.read[0]
         allowance = self.exploration * max(self.spent, ahead) - self.explored
         depths, loss = self._explore(batch, best, limits=limits, starts=starts, allowance=allowance)
@@ -287,7 +304,7 @@ class Goodput:
         return {row: self.budget.within(depth) for row, depth in self.requested.items()}
 
     def _make_batch(self, rows: Collection[int], context: int, starts: Iterable[float]) -> Batch:
-        """Return the forecasts and costs of a cycle of these rows.
+        """Return the forecasts of these rows' drafts, and the costs of a cycle of so many rows.
 
         Args:
             rows: Row ids.
@@ -321,10 +338,12 @@ class Goodput:
             starts: Of each row the seconds that the drafter takes to read what it has not read.
             allowance: The most seconds that a trial may lose.
         """
+        # the depth of the trial, and the rows that may draft as deep, those with the least to read first
         deepest = min(max(best) + self.explore_step, self.budget.depth)
         rows = [row for row, limit in enumerate(limits) if max(best) < deepest <= limit]
         rows.sort(key=lambda row: starts[row])
         speed = batch.speed(best)
+        # all of these rows, half of them, a quarter; without rows there is no trial
         counts = {ceil(len(rows) / divisor) for divisor in (1, 2, 4)} - {0}
         for count in sorted(counts, reverse=True):
             deeper = list(best)
@@ -343,7 +362,7 @@ class Goodput:
 
 
 def _check_figures(name: str, seconds: Any) -> None:
-    """Refuse seconds by levels that are no list of finite numbers."""
+    """Refuse an argument `name` of `Goodput`, seconds by number of levels, that is no list of finite numbers."""
     if not isinstance(seconds, Sequence) or isinstance(seconds, (str, bytes)):
         raise ValueError(
             f"{name} is {seconds!r}, expected a list of seconds of 0, 1, 2, ... levels: {HINT}"
@@ -353,7 +372,7 @@ def _check_figures(name: str, seconds: Any) -> None:
 
 
 def _check_levels(name: str, seconds: Sequence[float], depth: int) -> None:
-    """Refuse seconds that are negative, or are not those of 0 to `depth` levels."""
+    """Refuse an argument `name` of `Goodput` whose seconds are negative, or not one for each of 0 to `depth` levels."""
     if len(seconds) != depth + 1 or min(seconds) < 0:
         raise ValueError(
             f"{name} holds {len(seconds)} figures from {min(seconds, default=0)} on, expected the seconds of "
@@ -362,19 +381,20 @@ def _check_levels(name: str, seconds: Sequence[float], depth: int) -> None:
 
 
 def _tokens_ahead(limit: int) -> int:
-    """Return how many tokens of a row are expected to follow, given how many its limit still allows."""
+    """Return how many tokens of a row are expected to follow, given how many its limit still allows; at least 1."""
+    # a request may end long before its limit; 0 would be a divisor
     return max(min(limit, TOKENS_AHEAD), 1)
 
 
 def _repeat(tokens: list[int], length: int) -> list[int]:
-    """Return exactly `length` tokens, by repeating or cutting these."""
+    """Return exactly `length` tokens, as a prompt of that length, by repeating or cutting these."""
     # rounded up
     times = -(-length // len(tokens))
     return (tokens * times)[:length]
 
 
 def _nodes_by_level(budget: Budget) -> list[int]:
-    """Return how many nodes a full tree of this budget has, if it is cut to 0, 1, 2, ... levels."""
+    """Return how many draft nodes a full tree of this budget has, if it is cut to 0, 1, 2, ... levels."""
     return [count_nodes(budget.within(level)) for level in range(budget.depth + 1)]
 
 
@@ -386,6 +406,7 @@ def _rows_read(drafter: Drafter, budget: Budget, batch_size: int) -> set[int]:
         budget: The deepest draft.
         batch_size: The largest batch size: a drafter's forward for a batch costs as one over the tokens of all rows.
     """
+    # the first forward of a draft usually reads PENDING tokens
     of_drafter = {PENDING, *(drafter.forwards(budget) or ())}
     of_batch = {batch_size * count for count in of_drafter}
     # the target reads the root and the nodes

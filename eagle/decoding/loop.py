@@ -78,18 +78,24 @@ class Decoding:
         self.drafts = RowDrafts(self._open_draft_state, self._read_whole)
 
     def _open_draft_state(self) -> DraftState:
+        """Return a new drafter state without rows; some drafters get access to the target's KV cache."""
         if self.drafter.reads.texts:
             return self.drafter.open_with(self.state.lend())
         return self.drafter.open()
 
     def _read_whole(self, row_id: int, update: Committed) -> Committed:
-        """Return an update with all tokens of a row, for a drafter state that has read none of them."""
+        """Return an update with all committed tokens of a row, for a drafter state that has read none of them.
+
+        Args:
+            row_id: The row.
+            update: The row's newest update, with the tokens since the drafter's last proposal; its other fields stay.
+        """
         features = self.state.features_at(row_id, range(self.state.length(row_id)))
         return replace(update, tokens=torch.tensor(self.state.sequence(row_id)), features=features)
 
     @property
     def is_done(self) -> bool:
-        """Whether every request has ended."""
+        """Whether every request that was added has ended, and been released."""
         return not self.waiting and not self.rows
 
     def add(
@@ -147,7 +153,7 @@ class Decoding:
 
     def _columns_after_prompt(self, limit: int) -> int:
         """Return how many cache columns a request needs after its prompt, for an answer of `limit` tokens."""
-        # the whole draft tree with its root is in the cache before rejected nodes are dropped
+        # the whole draft tree with its root (the 1) is in the cache before rejected nodes are dropped
         return limit + self.budget.nodes + 1
 
     def step(self) -> list[tuple[int, list[int]]]:
@@ -170,6 +176,7 @@ class Decoding:
         if decoding:
             new += self._run_cycle(decoding)
         returned = {row_id for row_id, _ in new}
+        # rows that have ended make space for waiting requests; a failed row may have no new tokens
         for row in list(self.rows.values()):
             if not row.is_running:
                 self._release(row)
@@ -190,7 +197,7 @@ class Decoding:
         self.target.close(self.state)
 
     def _release(self, row: Row) -> None:
-        """Remove an admitted row from the batch, the target's state and the drafter's."""
+        """Remove an admitted row from the batch, the target's state and the drafter's, whether it ended well or not."""
         del self.rows[row.row_id]
         # the cache of a failed row may be faulty: no later request may reuse it as a prefix
         failed = row.trace.error is not None
@@ -199,7 +206,7 @@ class Decoding:
             self.drafts.release(row.row_id, failed=failed)
 
     def _admit(self) -> None:
-        """Admit waiting requests while the batch and the cache have space."""
+        """Move waiting requests to the batch, in order, while the batch and the target's cache have space."""
         while self.waiting and len(self.rows) < self.batch_size:
             row = self.waiting[0]
             prompt = row.trace.prompt
@@ -209,12 +216,13 @@ class Decoding:
                 return
             self.state.admit(row.row_id, prompt, columns)
             self.rows[row.row_id] = self.waiting.popleft()
+            # an error of the drafter ends this row alone; noise is None if the target is greedy
             with row.fail_alone():
                 noise = row.choose.offer(self.target.vocab_size, self.target.device)
                 self.drafts.admit(row.row_id, noise)
 
     def _read_prompts(self, max_tokens: int | None) -> list[tuple[int, list[int]]]:
-        """Run one forward over prompts that are not read to their ends.
+        """Run one forward of the target over prompts, or parts of them, that it has not read to their ends.
 
         Args:
             max_tokens: The most tokens of the forward, padding included; None for the state's own limit.
@@ -223,6 +231,7 @@ class Decoding:
             The id of each row whose prompt is now read to its end, and a list with the first token of its answer.
         """
         new = []
+        # only prompts that are read to their ends by this forward are returned, with the target's output on them
         for row_id, prompt in self.state.read_prompts(max_tokens).items():
             row = self.rows[row_id]
             with row.fail_alone():
@@ -241,13 +250,16 @@ class Decoding:
     def _run_cycle(self, rows: list[Row]) -> list[tuple[int, list[int]]]:
         """Run one cycle of these rows: draft, one forward of the target, verify, commit.
 
+        The cycle is recorded in the rows' traces, and a policy learns from it.
+
         Returns:
-            Row ids, and the new tokens of each answer.
+            Row ids, and the new tokens of each answer. Rows that have failed are left out.
         """
         clock = self.clock
         clock.start()
         trees = self._propose(rows)
         clock.lap("draft")
+        # all rows have failed
         if not trees:
             return []
         outputs = self.state.read(trees)
@@ -264,7 +276,7 @@ class Decoding:
             # the trace keeps the tree without its probabilities [N, V], which would fill the memory
             cycle = Cycle(
                 tree=replace(trees[row_id], draft_probs=None),
-                kept=tuple(accepted[row_id].path[1:]),
+                kept=tuple(accepted[row_id].path[1:]),  # without the root
                 committed=len(tokens),
                 context=outputs[row_id].start,
                 seconds=clock.seconds,
@@ -279,13 +291,14 @@ class Decoding:
         return new
 
     def _propose(self, rows: list[Row]) -> dict[int, DraftTree]:
-        """Return a tree for each row, the root alone where nothing is drafted; rows that fail are left out."""
+        """Return a draft tree by row id, the root alone where nothing is drafted; rows that fail are left out."""
         # how deep each row may draft: up to its token limit, and as far as the target can read
         levels = {row.row_id: self.state.levels(row.row_id, row.levels_left) for row in rows}
         budgets = self._find_budgets(levels)
         drafting = self._find_drafting(rows, budgets)
         drafting_ids = {row.row_id for row in drafting}
         trees = {}
+        # a row that does not draft keeps its pending updates for the drafter; its tree is the root
         for row in rows:
             if row.is_running and row.row_id not in drafting_ids:
                 trees[row.row_id] = DraftTree.chain([row.pending[-1].root])
@@ -305,7 +318,8 @@ class Decoding:
         Args:
             levels: Row id -> the most levels that the row may draft.
         """
-        # a policy for several rows has a method `share`, which decides for all rows at once
+        # a policy (which chooses budgets anew each cycle) for several rows has a method `share`, which decides for all
+        # rows at once; a fixed `Budget` and other policies have `within`
         share = getattr(self.budget, "share", None)
         if callable(share):
             context_lengths = {row_id: self.state.length(row_id) for row_id in levels}
@@ -317,7 +331,12 @@ class Decoding:
         return budgets
 
     def _find_drafting(self, rows: list[Row], budgets: dict[int, Budget]) -> list[Row]:
-        """Return the rows whose budgets allow drafts; an invalid budget ends its row with an error."""
+        """Return the rows whose budgets allow drafts; a missing or invalid budget ends its row with an error.
+
+        Args:
+            rows: The rows of the cycle, whose `draw` is set to that of their budget.
+            budgets: By row id.
+        """
         drafting = []
         for row in rows:
             with row.fail_alone():
@@ -331,10 +350,10 @@ class Decoding:
     def _draft(
         self, rows: list[Row], budgets: dict[int, Budget], *, stays_on_device: bool
     ) -> dict[int, DraftTree]:
-        """Return the drafter's trees for these rows, checked; rows that fail are left out.
+        """Return the drafter's trees for these rows by row id, checked; rows that fail are left out.
 
         Args:
-            rows: The rows that draft in this cycle.
+            rows: The rows that draft in this cycle. Their pending updates are passed to the drafter and dropped.
             budgets: By row id.
             stays_on_device: Whether trees may stay on the device until they are verified. They are then checked after
                 that (`_accept_on_device`), as a check now would make the host wait.
@@ -365,19 +384,31 @@ class Decoding:
         return trees
 
     def _stay_on_device(self, rows: list[Row]) -> bool:
-        """Return whether trees may stay on the device until they are verified: the host needs none of them before."""
+        """Return whether drafted trees may stay on the device until they are verified, as the host needs none before.
+
+        The host then waits for the device only once in a cycle.
+        """
         for row in rows:
             # only the greedy walk along the target's choices runs on the device; other rules, processors of logits and
             # observers run on the host
             is_walked = row.choose.sampling.is_lossless and row.draw != "sampled"
             if not is_walked or row.choose.process is not None or row.observe is not None:
                 return False
+        # a drafter that reads what the target computes at the nodes of a tree gets the tree on the host
         return not self.drafter.reads.trees and self.target.reader.reads_on_device
 
     def _commit(
         self, outputs: dict[int, TargetOutput], accepted: dict[int, Accepted]
     ) -> list[tuple[int, list[int]]]:
-        """Add what each row accepted to its pending updates for the drafter; return the new tokens of each answer."""
+        """Add what each row accepted to its pending updates for the drafter; return the new tokens of each answer.
+
+        Args:
+            outputs: Row id -> the target's output on the row's tree.
+            accepted: Row id -> the accepted path and the update for the drafter, of the rows that have not failed.
+
+        Returns:
+            Pairs of row id and new tokens, which the row's trace then holds.
+        """
         reads = self.drafter.reads
         new: list[tuple[int, list[int]]] = []
         for row_id, result in accepted.items():
@@ -387,6 +418,8 @@ class Decoding:
             with row.fail_alone():
                 if row.observe is not None:
                     row.observe(output, result.path, row.choose)
+                # the drafter declares what it reads besides the accepted tokens: the target's best tokens after each
+                # node (choices), its states there, its likeliest tokens after every token that it read (followers)
                 if reads.choices:
                     # A drafter of sampled drafts must not see choices that depend on the target's noise: drafts that
                     # follow the noise would bias the output.
@@ -406,7 +439,10 @@ class Decoding:
         return new
 
     def _learn(self, cycles: dict[int, Cycle]) -> None:
-        """Pass the outcomes of the cycles to the policy: all at once to `learn_rows`, else one by one to `learn`."""
+        """Pass the rows' cycles (by row id) to the policy: all at once to `learn_rows`, else one by one to `learn`.
+
+        A fixed `Budget` has neither method, and learns nothing.
+        """
         learn_rows = getattr(self.budget, "learn_rows", None)
         learn = getattr(self.budget, "learn", None)
         if learn_rows is not None:
@@ -442,10 +478,11 @@ def accept(
     accept_rows = _accept_on_device if on_device else _accept_on_host
     try:
         return accept_rows(state, rows, outputs)
+    # an error of the machine, such as a lack of memory, ends all rows
     except FATAL:
         raise
     except Exception as error:
-        # with several rows the error may be any row's
+        # with several rows the error may be any row's, so it ends all of them
         if len(rows) > 1:
             raise
         rows[0].fail(error)
@@ -455,7 +492,7 @@ def accept(
 def _accept_on_host(
     state: Any, rows: Sequence[Row], outputs: dict[int, TargetOutput]
 ) -> dict[int, Accepted]:
-    """Verify trees on the host: see `accept`."""
+    """Verify trees on the host, and commit the accepted paths; arguments and result are those of `accept`."""
     pairs = [(outputs[row.row_id], row.choose) for row in rows]
     try:
         results = dict(enumerate(verify_rows(pairs)))
@@ -464,6 +501,7 @@ def _accept_on_host(
         results = failed.trees
         for index, error in failed.errors.items():
             rows[index].fail(error)
+    # row id -> the accepted nodes, the root first, and the target's token after them
     verified = {rows[index].row_id: result for index, result in results.items()}
     # the cache keeps what is accepted, and drops the rest of each tree
     state.keep({row_id: path for row_id, (path, _) in verified.items()})
@@ -479,10 +517,14 @@ def _accept_on_host(
 def _accept_on_device(
     state: Any, rows: Sequence[Row], outputs: dict[int, TargetOutput]
 ) -> dict[int, Accepted]:
-    """Verify trees on the device: see `accept`. The host waits only once, after it has queued all kernels."""
+    """Verify trees on the device, and commit the accepted paths; arguments and result are those of `accept`.
+
+    The host waits only once, after it has queued all kernels.
+    """
     pairs = [(outputs[row.row_id], row.choose) for row in rows]
     # all of this is queued on the device, with shapes that do not depend on what is accepted
     walks = walk_outputs(pairs)
+    # the keys and values of each accepted path move right after those of the sequence, in the KV cache
     state.cache.move([state.rows.index(row.row_id) for row in rows], walks.paths)
     features = []
     for (output, _), path in zip(pairs, walks.paths, strict=True):
@@ -517,23 +559,24 @@ class _Clock:
     def __init__(self, device: torch.device, timing: bool | Callable[[], float]) -> None:
         self.device = device
         self.timing = timing
-        self.last = 0.0  # the time of the last call
+        self.last = 0.0  # the time of the last `start` or `lap`
         self.seconds: dict[str, float] | None = None  # part -> seconds, of the current cycle
 
     def start(self) -> None:
-        """Begin a cycle."""
+        """Begin a cycle: `seconds` is a new dict from here on, so that the last cycle's stays with its trace."""
         if self.timing:
             self.seconds = {}
             self.last = self._now()
 
     def lap(self, name: str) -> None:
-        """Record the time since the last call as that of the part `name`."""
+        """Record the seconds since the last `start` or `lap` as those of the part `name` of the cycle."""
         if self.seconds is not None:
             now = self._now()
             self.seconds[name] = now - self.last
             self.last = now
 
     def _now(self) -> float:
+        """Return the time in seconds, once the device has done all work that was queued on it."""
         # a device works on after a call has returned: wait for it, so that its time counts for the right part
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)

@@ -49,7 +49,7 @@ class Row:
             self.fail(error)
 
     def fail(self, error: Exception) -> None:
-        """End this row with an error, which its trace keeps."""
+        """End this row with an error, which its trace keeps; nothing is raised."""
         self.trace.error = error
         self.trace.finish = "error"
 
@@ -65,10 +65,17 @@ class Row:
         return self.limit - len(self.trace.tokens) - 1
 
     def commit(self, new: list[int]) -> list[int]:
-        """Append the new tokens that belong to the answer and return them; set `trace.finish` if it has ended."""
+        """Append the new tokens that belong to the answer to its trace, and return them.
+
+        If the answer has ended, `trace.finish` is set.
+
+        Args:
+            new: The tokens that the target has accepted or chosen in a cycle.
+        """
         # the target may have accepted tokens after the limit or after a stop: they are no part of the answer
         trace = self.trace
         new = new[: self.limit - len(trace.tokens)]
+        # end: how many new tokens belong to the answer, None (all) if no stop ends it
         end, trace.stop_string = self.stops.first_end(trace.tokens, new)
         new = new[:end]
         trace.tokens += new
@@ -80,7 +87,12 @@ class Row:
 
 
 def check_trace(trace: Trace, others: Iterable[Trace]) -> None:
-    """Refuse a trace that holds an answer, or that another row writes to."""
+    """Refuse a trace that holds an answer already, or that another row writes to.
+
+    Args:
+        trace: Where the answer of a new request would be written.
+        others: The traces of all requests that have not ended.
+    """
     check_unused(trace)
     if any(trace is other for other in others):
         raise ValueError("one trace is given for several prompts, expected a new Trace() for each")
@@ -120,7 +132,13 @@ def check_draw(draw: Draw | None, requested: Draw) -> Draw:
 
 
 def check_length(target: Any, prompt: int, new: int) -> None:
-    """Refuse a request whose prompt and new tokens exceed the positions of the target."""
+    """Refuse a request that exceeds the most positions of a sequence that the target can read.
+
+    Args:
+        target: The target.
+        prompt: The number of the prompt's tokens.
+        new: The most tokens of its answer.
+    """
     if target.max_positions is not None and prompt + new > target.max_positions:
         raise ValueError(
             f"{prompt} prompt tokens and {new} new ones exceed the model's {target.max_positions} positions: "
@@ -144,14 +162,17 @@ class RowDrafts:
 
         Args:
             open_state: Makes a new state.
-            read_whole: Row id and update -> an update with all tokens of the row, for a state that has read none.
+            read_whole: Row id and update -> an update with all committed tokens of the row, for a state that has read
+                none of them.
         """
         self.open_state = open_state
         self.read_whole = read_whole
         self.shared = open_state()  # the state that new rows join
         # row id -> its state: the shared one, or a state for this row alone
         self.states: dict[int, DraftState] = {}
-        self.noises: dict[int, Noise | None] = {}
+        self.noises: dict[
+            int, Noise | None
+        ] = {}  # row id -> the target's noise; None if it is greedy
         # rows with a new state, which has read none of their tokens
         self.unread_rows: set[int] = set()
 
@@ -168,7 +189,7 @@ class RowDrafts:
         self.shared.admit(row_id, noise)
 
     def release(self, row_id: int, *, failed: bool = False) -> None:
-        """Drop all that is held of a row.
+        """Drop all that is held of a row that has ended.
 
         Args:
             row_id: The row.
@@ -186,10 +207,16 @@ class RowDrafts:
     def propose(
         self, updates: Mapping[int, Committed], budgets: Mapping[int, Budget]
     ) -> tuple[dict[int, DraftTree], Errors]:
-        """Return the trees of the rows, and the errors of those that failed."""
+        """Return the draft trees by row id, and the errors of the rows that failed by row id.
+
+        Args:
+            updates: Row id -> the tokens that were committed since the row's last draft.
+            budgets: Row id -> the limits on its tree; rows without an update are ignored.
+        """
         trees: dict[int, DraftTree] = {}
         errors: Errors = {}
         # rows of one state draft in a batch; unless a row has failed, all rows share one state
+        # id of the state -> row ids
         groups: dict[int, list[int]] = {}
         for row_id in updates:
             groups.setdefault(id(self.states[row_id]), []).append(row_id)
@@ -203,7 +230,14 @@ class RowDrafts:
     def _propose_group(
         self, updates: Mapping[int, Committed], budgets: Mapping[int, Budget]
     ) -> tuple[dict[int, DraftTree], Errors]:
-        """Return the trees of rows that share a state, and the errors of those that failed."""
+        """Return the trees of rows that share one drafter state, and the errors of those that failed, by row id.
+
+        After an error that may be any row's, each row gets a state of its own, and drafts again alone.
+
+        Args:
+            updates: Row id -> the tokens that were committed since the row's last draft.
+            budgets: Row id -> the limits on its tree.
+        """
         row_ids = list(updates)
         state = self.states[row_ids[0]]
         try:
@@ -214,15 +248,17 @@ class RowDrafts:
         except RowErrors as failed:
             # the drafter itself knows which rows failed
             return failed.trees, failed.errors
+        # an error of the machine, such as a lack of memory, is no row's
         except FATAL:
             raise
         except Exception as error:
+            # the error has left the state unusable: its rows get new ones
             self._split(state)
             if len(row_ids) == 1:
                 return {}, {row_ids[0]: error}
             # each row now has its own state: draft again, row by row, to see which row causes the error
             trees, errors = self.propose(updates, budgets)
-            # no row or every row fails alone, so the error is not that of a single row
+            # no row or every row fails alone, so the error is not that of some rows: it ends the whole batch
             if not errors or not trees:
                 raise
             return trees, errors
@@ -235,7 +271,7 @@ class RowDrafts:
         return self.read_whole(row_id, update)
 
     def _split(self, state: DraftState) -> None:
-        """Give each row of a state that raised an error a new state."""
+        """Give each row of a state that raised an error a new state of its own, which has read none of its tokens."""
         # the faulty state is not used again: rows that begin later share a new one
         if state is self.shared:
             self.shared = self.open_state()
@@ -260,7 +296,7 @@ class Stops:
             tokenizer: The target's; only stop strings need it.
             vocab_size: V.
         """
-        items = [_stop_item(item, vocab_size) for item in _as_items(stop)]
+        items = [_stop_item(item, vocab_size) for item in _as_items(stop)]  # token ids and strings
         self.tokens = {item for item in items if isinstance(item, int)}
         self.strings = [item for item in items if isinstance(item, str)]
         # The most tokens that a stop string can span: a token that prints anything prints at least one byte. Only so
@@ -277,11 +313,12 @@ class Stops:
         """Find where an answer ends.
 
         Args:
-            before: The answer so far.
+            before: The tokens of the answer so far.
             new: Tokens that follow it.
 
         Returns:
-            How many of the new tokens belong to the answer (None: it goes on), and the stop string that ends it.
+            How many of the new tokens belong to the answer, its end included (None: it goes on), and the stop string
+            that ends it (None if a stop token does).
         """
         end = None
         for count, token in enumerate(new, start=1):
@@ -290,7 +327,7 @@ class Stops:
                 break
         if not self.strings:
             return end, None
-        # token by token, because the answer ends with the token that completes the stop string
+        # token by token, as the answer ends with the token that completes the stop string; a stop token may come first
         for count in range(1, len(new[:end]) + 1):
             last_tokens = (before + new[:count])[-self.max_span :]
             text = self.tokenizer.decode(last_tokens, skip_special_tokens=False)
@@ -317,14 +354,14 @@ def stops_for(target: Any, stop: Any) -> Stops:
 
 
 def stop_strings(stop: Any) -> list[str]:
-    """Return the strings among the stops that a caller passed."""
+    """Return the stop strings among the stop tokens and strings that a caller passed as `stop`."""
     if stop is None:
         return []
     return [item for item in _as_items(stop) if isinstance(item, str)]
 
 
 def _as_items(stop: Any) -> list[Any]:
-    """Return the items of a list, tensor or array; a string or number is one item."""
+    """Return the items of the option `stop`, a list, tensor or array; a single string or number is one item."""
     # numbers of numpy and torch have __index__, too; so have their arrays of one element, which are lists here
     is_number = hasattr(type(stop), "__index__") and getattr(stop, "ndim", 0) == 0
     if isinstance(stop, str) or is_number:

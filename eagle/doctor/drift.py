@@ -47,7 +47,7 @@ class Drift:
         what = f"its drafts add {self.kept:.0%} of the tokens that they add on the base"
         if self.kept >= KEEP:
             return f"keep the head: {what}"
-        # the loss is within the two-sided 95 % interval around zero
+        # `errors` is the gain in standard errors: this loss is within the two-sided 95 % interval around zero
         if self.pooled.errors > -1.96:
             return f"keep the head for now: {what}, which chance may explain over {self.prompts} prompts; give more"
         if self.kept >= TRAIN_ON:
@@ -61,6 +61,7 @@ class Drift:
         return {"verdict": self.verdict, "kept": self.kept, **asdict(self)}
 
     def __str__(self) -> str:
+        """Return the report that `eagle doctor --base` prints."""
         lines = [
             f"verdict: {self.verdict}",
             "",
@@ -129,7 +130,10 @@ def _is_adapter(folder: Path) -> bool:
 
 
 def count_cycles(target: Target, head: Any, prompts: Sequence[list[int]]) -> dict[float, Cycles]:
-    """Return tokens [M] and cycles [M] of the target's answers with the head's drafts, by temperature."""
+    """Return, by temperature, tokens [M] and cycles [M] of the target's answers to M prompts with the head's drafts.
+
+    A cycle is one draft and the forward that verifies it. The head itself stays: a copy is bound to the target.
+    """
     drafter = copy.deepcopy(head).to(target.device)
     drafter = in_dtype(drafter, target.model.dtype).bind(target.head)
     counts = {}
@@ -155,7 +159,12 @@ def count_cycles(target: Target, head: Any, prompts: Sequence[list[int]]) -> dic
 
 
 def compare_cycles(base: dict[float, Cycles], tuned: dict[float, Cycles]) -> Drift:
-    """Return the differences between the acceptance lengths on a base and on a fine-tune, paired by prompt."""
+    """Return the differences between the acceptance lengths on a base and on a fine-tune, paired by prompt.
+
+    Args:
+        base: By temperature, the tokens and the cycles of each prompt on the base.
+        tuned: The same on the fine-tune.
+    """
     gains = {
         temperature: Gain.between(base[temperature], tuned[temperature]) for temperature in base
     }
@@ -165,6 +174,6 @@ def compare_cycles(base: dict[float, Cycles], tuned: dict[float, Cycles]) -> Dri
 
 
 def pool_cycles(counts: dict[float, Cycles]) -> Cycles:
-    """Return tokens [M] and cycles [M] of each prompt over all temperatures."""
+    """Return tokens [M] and cycles [M] of each of M prompts, summed over all temperatures."""
     tokens, cycles = zip(*counts.values(), strict=True)
     return torch.stack(tokens).sum(0), torch.stack(cycles).sum(0)

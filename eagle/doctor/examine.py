@@ -98,8 +98,10 @@ def examine(
         enough=enough,
         after_first=lambda *first: forecast(head, target, *first),
     )
+    # faults that the files alone show
     fatal = [finding for finding in findings if finding.fatal]
     provenance = _read_provenance(folder)
+    # the method, the supervised tokens that it was trained on, and the head, whose weights are counted
     trained = (head.settings.kind, _count_trained(provenance), head)
     diagnosis = diagnose(
         head,
@@ -120,6 +122,7 @@ def examine(
         figures=diagnosis.figures,
         enough=enough,
     )
+    # how often training or export saw a chain accepted down to each level
     rates, source = _read_expected(provenance)
     if rates:
         notes.append(
@@ -147,9 +150,14 @@ def describe_prompts(count: int, file: str | None) -> str:
 
 
 def open_head(folder: str | Path, target_path: str) -> tuple[Any, Diagnosis | None]:
-    """Return the head in its stored dtype; or None, and a diagnosis that says why it cannot be read."""
+    """Return the head in its stored dtype, and None; or None, and a diagnosis that says why it cannot be read.
+
+    Raises:
+        ValueError: It is a method whose levels cannot be examined.
+    """
     try:
         head = read_head(folder, target_path)
+    # the user must decide on this; it is no fault of the head
     except UntrustedCode:
         raise
     except ValueError as error:
@@ -186,6 +194,7 @@ def borrow_embedding(folder: str | Path, target: Target) -> TargetHead:
     stored, _ = read_folder(folder_at(folder))
     weight = target.head.embedding.get_parameter("weight")
     entry = stored.entry(EMBEDDING)
+    # no embedding, or one that engines cannot use in place of the target's
     if entry is None or entry.shape != tuple(weight.shape) or not entry.dtype.is_floating_point:
         return target.head
     rows = stored.load(EMBEDDING)
@@ -208,12 +217,13 @@ def diagnose(
 ) -> Diagnosis:
     """Find single changes that raise the head's acceptance in decoding, one after the other, until none does.
 
-    Changes are chosen on some of the answers and confirmed on the others.
+    Changes are chosen on some of the answers and confirmed on the others. Each undoes one possible fault of the head's
+    conversion, such as swapped weights; one that helps beyond doubt names a fault.
 
     Args:
         head: The head as it is.
         target: The model that it drafts for.
-        answers: The target's answers.
+        answers: The target's answers, with its states of all layers.
         fatal: Findings of `inspect`; those that drafts refute do not count.
         target_head: What the head borrows where it is served, the target's own by default.
         needs_more: Whether it was trained on so few tokens that what does not help yet is no fault.
@@ -230,6 +240,7 @@ def diagnose(
     stands, refuted = weigh_findings(fatal, tried)
     notes += refuted
     verdict = decide(figures, faults, stands, _norm_shift(head), needs_more=needs_more)
+    # what it borrows has the embedding of its folder: measure it once with the target's own
     if wiring.target_head is not target.head:
         borrowing = measure(replace(wiring, target_head=target.head), answers, target.head)
         notes.append(
@@ -245,7 +256,11 @@ def find_faults(
 ) -> tuple[Wiring, list[Effect], list[Effect]]:
     """Return the wiring with all found faults mended, these faults, and all further changes, the best first.
 
-    `figures` are those of the unchanged head.
+    Args:
+        wiring: The head and what it borrows from the target, as changes are applied to them.
+        target: The model that it drafts for.
+        answers: The target's answers, a part to choose changes on, the rest to confirm them.
+        figures: The agreement of the unchanged head with the target.
     """
     faults: list[Effect] = []
     is_untrained = _is_untrained(wiring.head, figures)
@@ -256,10 +271,12 @@ def find_faults(
         likely = try_changes(
             wiring, [effect.probe for effect in tried[:CANDIDATES]], confirming, target
         )
+        # what helps an untrained head is chance
         if is_untrained or not likely[0].is_sure:
             break
-        faults.append(likely[0])
-        wiring = likely[0].probe.change(wiring)
+        fault, *likely = likely
+        faults.append(fault)
+        wiring = fault.probe.change(wiring)
     if not faults:
         # if no change helps, the fault may be a branch whose removal costs nothing
         removals = try_changes(wiring, list_removals(wiring), answers, target)
@@ -288,7 +305,10 @@ def make_wiring(
 
 
 def measure_timed(wiring: Wiring, target: Target, answers: Batch) -> Agreement:
-    """Return the head's agreement; print a forecast of how long its examination takes."""
+    """Return the unchanged head's agreement with the target on all answers, and print how long the search will take.
+
+    The forecast multiplies the seconds of this one pass by the number of passes.
+    """
     start = perf_counter()
     figures = measure(wiring, answers, target.head)
     count = len(list_probes(wiring, target))
@@ -320,7 +340,9 @@ def forecast(head: Any, target: Target, first: Batch, seconds: float, num_rounds
     """
     wiring = make_wiring(head, target.head, first)
     start = perf_counter()
+    # run only to be timed
     measure(wiring, first, target.head)
+    # the seconds of a pass over the answers of all rounds
     a_pass = (perf_counter() - start) * num_rounds
     searching = a_pass * count_passes(len(list_probes(wiring, target)))
     print(
@@ -339,6 +361,7 @@ def search_changes(wiring: Wiring, target: Target, answers: Batch) -> list[Effec
     they had no effect at the glance.
     """
     count = len(answers.lengths)
+    # a quarter of the answers, at least three where there are as many
     glance = select_answers(answers, 0, max(count // GLANCE, min(count, CANDIDATES)))
     # there may be a hundred changes: a few answers show of most that they do not help
     tried = try_changes(wiring, list_probes(wiring, target), glance, target)
@@ -350,7 +373,12 @@ def search_changes(wiring: Wiring, target: Target, answers: Batch) -> list[Effec
 def try_changes(
     wiring: Wiring, probes: Sequence[Probe], answers: Batch, target: Target
 ) -> list[Effect]:
-    """Return the effect of each single change on the acceptance in these answers, best first."""
+    """Return the effect of each single change on the acceptance in these answers, best first.
+
+    Each is tried alone, on a copy of the head in `wiring`; the smaller of its gains with greedy and with sampled drafts
+    decides the order.
+    """
+    # the target's probs, which are the same for all changes
     reference = TargetProbs(answers, target.head)
     before = measure(wiring, answers, target.head, reference)
     effects = []
@@ -393,9 +421,16 @@ def try_templates(
 ) -> list[str]:
     """Return notes on the acceptance length if a server renders the prompts with other chat template arguments.
 
-    `trained` are the arguments of the head's training, with which `figures` were measured.
+    Args:
+        head: The head as it is.
+        target: The model that answers.
+        questions: The texts of the prompts.
+        trained: The arguments of the head's training, with which `figures` were measured.
+        figures: The head's agreement on the usual prompts.
+        enough: Tokens of all answers to a variant, after which no further round of answers begins.
     """
     template = str(getattr(target.tokenizer, "chat_template", None) or "")
+    # no arguments at all, and thinking switched on or off where the template knows that switch
     variants: list[dict[str, Any]] = [{}] if trained else []
     if "enable_thinking" in template:
         variants += [{**trained, "enable_thinking": True}, {**trained, "enable_thinking": False}]
@@ -427,7 +462,7 @@ def _is_untrained(head: Any, figures: Agreement) -> bool:
 
 
 def _norm_gains(head: Any) -> list[Tensor]:
-    """Return the gains of the head's norms, in float32."""
+    """Return the gains (weight vectors) of the head's norms, in float32."""
     named = head.named_parameters()
     gains = [gain for name, gain in named if gain.dim() == 1 and "norm" in name]
     return [gain.detach().float() for gain in gains]
@@ -449,6 +484,7 @@ def _describe(head: Any, target: Target, answers: Batch) -> list[str]:
     target_rows = target.head.weight
     draft_tokens = draft_ids(head)
     if draft_tokens is not None:
+        # a damaged draft vocabulary may name tokens that do not exist
         draft_tokens = draft_tokens.clamp(0, target.vocab_size - 1)
         target_rows = target_rows[draft_tokens]
         answered = answers.tokens[answers.loss_mask.to(answers.tokens.device)]
@@ -481,6 +517,7 @@ def read_template_kwargs(folder: str | Path) -> dict[str, Any]:
 
 
 def _read_provenance(folder: str | Path) -> dict[str, Any]:
+    """Return what the head's folder says of its training and export; {} where it says nothing."""
     is_there = (Path(folder) / "provenance.json").is_file()
     return read_json(folder_at(folder), "provenance.json") if is_there else {}
 
@@ -488,13 +525,14 @@ def _read_provenance(folder: str | Path) -> dict[str, Any]:
 def _count_trained(provenance: dict[str, Any]) -> int:
     """Return the supervised tokens of the head's training, 0 if its folder does not tell."""
     tokens = provenance.get("tokens")
+    # the file may be of another tool; `type`, as a bool is an instance of int
     return tokens if type(tokens) is int else 0
 
 
 def _read_expected(provenance: dict[str, Any]) -> tuple[list[float], str]:
-    """Return the acceptance that was recorded for each position of a chain, and whether by export or by training.
+    """Return how often a chain was accepted down to each of its positions when that was recorded, and by what in words.
 
-    The list is empty where nothing was recorded.
+    The record is of the export, else of training's last validation. The list is empty where nothing was recorded.
     """
     exported = provenance.get("acceptance")
     rates = exported.get("per_position") if isinstance(exported, dict) else None

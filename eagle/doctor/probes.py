@@ -62,7 +62,10 @@ class Probe:
 
 
 def list_probes(wiring: Wiring, target: Target) -> list[Probe]:
-    """Return all single changes that apply to this head."""
+    """Return a probe for each single change that applies to this head.
+
+    A probe is a change of the head or of its inputs, and the fault of the head's conversion that it would undo.
+    """
     probes = []
     for check in CHECKS:
         probes += [Probe(*found) for found in check(wiring.head, wiring, target)]
@@ -70,7 +73,7 @@ def list_probes(wiring: Wiring, target: Target) -> list[Probe]:
 
 
 def list_missing(wiring: Wiring, target: Target) -> list[str]:
-    """Return the names of the probes that do not apply to this head."""
+    """Return in words the kinds of probes that do not apply to this head, such as "fc bias"."""
     checks = [check for check in CHECKS if next(check(wiring.head, wiring, target), None) is None]
     return [check.__name__.removeprefix("probe_").replace("_", " ") for check in checks]
 
@@ -81,6 +84,7 @@ def list_removals(wiring: Wiring) -> list[Probe]:
     for ending, branch in BRANCHES.items():
         for name in find_tensors(wiring.head, f"{ending}.weight"):
             block = name.removesuffix(f".{ending}.weight")
+            # with zeros in its last matrix a branch adds nothing
             fault = f"the {branch} of {block} does nothing that helps"
             probes.append(Probe("ablation", fault, map_tensors([name], torch.zeros_like)))
     return probes
@@ -90,7 +94,11 @@ def list_removals(wiring: Wiring) -> list[Probe]:
 
 
 def probe_layer_ids(head: Any, wiring: Wiring, target: Target) -> ProbeFields:
-    """Yield changes of the layers whose inputs are read: all ids one or two higher or lower, or one id by one."""
+    """Yield changes of the layers whose inputs are read: all ids one or two higher or lower, or one id by one.
+
+    Where the head reads the target's last state alone, before or after the final norm, the other one is tried.
+    """
+    # an id (tap) names the input of a layer: this one is the last layer's output, and -1 that after the final norm
     last = len(target.layers)
     if head.taps == (-1,):
         fault = "trained on the state in front of the final norm, reads the one behind it"
@@ -103,7 +111,13 @@ def probe_layer_ids(head: Any, wiring: Wiring, target: Target) -> ProbeFields:
 
 
 def _shift_layer_ids(taps: tuple[int, ...], last: int) -> ProbeFields:
-    """Yield changes to layer ids near these; `last` is the id of the last layer's output."""
+    """Yield changes to layer ids near these.
+
+    Args:
+        taps: The ids that the head reads: of layers' inputs, or -1 for the output of the final norm.
+        last: The id of the last layer's output, the number of layers.
+    """
+    # -1 counts as the last layer's output, so that it can be shifted like the others
     layers = [last if tap == -1 else tap for tap in taps]
     for shift in (1, -1, 2, -2):
         shifted = tuple(layer + shift for layer in layers)
@@ -128,7 +142,8 @@ def _too(shift: int) -> str:
 
 def probe_positions(head: Any, wiring: Wiring, target: Target) -> ProbeFields:
     """Yield changes that feed the token, or the state, of the position before."""
-    # an engine could serve both; a token or a state of a later position would be the answer itself, so it is not tried
+    # an engine could serve both; a token or a state of a later position would be the answer itself, so it is not tried;
+    # nor is a second shift, where one of them was already found to help
     if wiring.token_back == wiring.state_back == 0:
         fault = "trained with the {} one place earlier than it is given"
         yield "position", fault.format("token"), lambda wiring: replace(wiring, token_back=1)
@@ -142,9 +157,11 @@ def probe_embedding(head: Any, wiring: Wiring, target: Target) -> ProbeFields:
         fault = "its folder's embed_tokens are not the target's, with which it drafts better"
         yield "embedding", fault, lambda wiring: replace(wiring, target_head=target.head)
         return
+    # the factor from a row of the embedding matrix to the embedding, as Gemma has one
     scale = target.head.scale
     if scale == 1.0:
         return
+    # the part of that factor which the embedding module does not apply itself
     usual = target.head.embed_scale
     if borrowed.embed_scale == usual:
         fault = f"trained without the target's embedding scale of {scale:g}"
@@ -156,7 +173,11 @@ def probe_embedding(head: Any, wiring: Wiring, target: Target) -> ProbeFields:
 
 
 def probe_tap_order(head: Any, wiring: Wiring, target: Target) -> ProbeFields:
-    """Yield changes of the order in which the target's states are fused."""
+    """Yield changes of the order in which the target's states are fused.
+
+    `parts.by_tap` names the matrices with a block of columns for each state, such as fc, or lists with a module for
+    each.
+    """
     names = head.parts.by_tap
     if not names:
         return
@@ -181,7 +202,10 @@ def probe_tap_order(head: Any, wiring: Wiring, target: Target) -> ProbeFields:
 
 
 def list_orders(count: int) -> list[tuple[int, ...]]:
-    """Return the orders of `count` taps to try: all others of up to three, else swaps, rotations and the reverse."""
+    """Return the orders of `count` taps to try, as permutations of 0 to `count` - 1, without the usual order.
+
+    They are all of up to three taps, else swaps of two, rotations and the reverse.
+    """
     usual = tuple(range(count))
     if count <= 3:
         return list(permutations(usual))[1:]
@@ -195,10 +219,14 @@ def list_orders(count: int) -> list[tuple[int, ...]]:
 
 
 def probe_tokens(head: Any, wiring: Wiring, target: Target) -> ProbeFields:
-    """Yield changes of the mask token: to one of the last tokens of the vocabulary, or a special token."""
+    """Yield changes of the mask token: to one of the last tokens of the vocabulary, or a special token.
+
+    Heads that draft several tokens at once read it in place of tokens that are not known yet.
+    """
     special = getattr(target.tokenizer, "all_special_ids", None) or []
     last = reversed(range(target.vocab_size)[-LAST_TOKENS:])
     likely = [token for token in dict.fromkeys((*last, *special)) if 0 <= token < target.vocab_size]
+    # settings of this head whose value is a token id
     for name in head.parts.tokens:
         read = getattr(head.settings, name)
         meant = [token for token in likely if token != read]
@@ -221,7 +249,10 @@ def probe_fc_bias(head: Any, wiring: Wiring, target: Target) -> ProbeFields:
 
 
 def probe_halves(head: Any, wiring: Wiring, target: Target) -> ProbeFields:
-    """Yield changes that exchange the two halves of the columns of a matrix that reads embedding and state."""
+    """Yield changes that exchange the two halves of the columns of a matrix that reads embedding and state.
+
+    `parts.halves` groups the names of such matrices by their common input: one change exchanges all of a group.
+    """
     # the order that the head expects, then the one that its file may have
     order = [
         "embedding; state",
@@ -230,6 +261,7 @@ def probe_halves(head: Any, wiring: Wiring, target: Target) -> ProbeFields:
     if reads_state_first(head):
         order.reverse()
     for names in head.parts.halves:
+        # "q" of "layers.0.self_attn.q_proj.weight"
         short = [name.split(".")[-2].removesuffix("_proj") for name in names]
         if short == ["eh"]:
             taking = "eh_proj takes"
@@ -297,6 +329,7 @@ def probe_rope(head: Any, wiring: Wiring, target: Target) -> ProbeFields:
     # two of these may be the same, as where the target has no scaling
     tried = [current]
     for kind, meant, rope_parameters in _list_ropes(current, target):
+        # `meant` is in words
         if rope_parameters not in tried:
             tried.append(rope_parameters)
             yield kind, f"{stated}, expected {meant}", set_rope(rotaries, rope_parameters)
@@ -319,7 +352,10 @@ def probe_rope(head: Any, wiring: Wiring, target: Target) -> ProbeFields:
 def _list_ropes(
     current: dict[str, Any], target: Target
 ) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield rotary parameters that a head may have been trained with: kind, description, parameters."""
+    """Yield rotary parameters that a head may have been trained with: kind of probe, description, parameters.
+
+    Those of the target come first, with its base (theta), its scaling or both; then guesses that no config suggests.
+    """
     theta = current[THETA]
     of_target = dict(getattr(target.config, "rope_parameters", None) or {})
     target_theta = of_target.get(THETA)
@@ -348,12 +384,13 @@ def probe_projections(head: Any, wiring: Wiring, target: Target) -> ProbeFields:
 
 
 def _shape(head: Any, name: str) -> torch.Size:
+    """Return the shape of the head's parameter of this name."""
     shape: torch.Size = head.get_parameter(name).shape
     return shape
 
 
 def probe_rows(head: Any, wiring: Wiring, target: Target) -> ProbeFields:
-    """Yield changes that exchange rows of two projections of attention."""
+    """Yield changes that exchange equally many rows of two projections (query, key, value) of one attention."""
     # a conversion may have split a joint matrix into queries, keys and values at the wrong rows
     for projection, peer_projection in combinations(ATTENTION.values(), 2):
         names = find_tensors(head, f"{projection}.weight")
@@ -377,7 +414,8 @@ def probe_square_matrices(head: Any, wiring: Wiring, target: Target) -> ProbeFie
     square: dict[str, list[str]] = {}
     for name, tensor in head.named_parameters():
         if tensor.dim() == 2 and tensor.shape[0] == tensor.shape[1]:
-            # matrices of all blocks, or of a list, are transposed together
+            # matrices of all blocks, or of a list, are transposed together: "self_attn.q_proj" stands for
+            # "layers.0.self_attn.q_proj.weight" and for that of all other layers
             module = re.sub(r"(\.\d+)*(\.weight)?$", "", name)
             square.setdefault(re.sub(r"^.*\.\d+\.", "", module), []).append(name)
     for module, names in square.items():
@@ -393,6 +431,7 @@ def probe_numbered_parts(head: Any, wiring: Wiring, target: Target) -> ProbeFiel
     # by stack and number, as in `layers.0`, the shapes of the module's tensors
     shapes: dict[tuple[str, str], dict[str, torch.Size]] = {}
     for name, tensor in head.named_parameters():
+        # "layers", "0" and "mlp.up_proj.weight"
         match = re.match(r"(.*?)\.(\d+)\.(.*)", name)
         if match:
             stack, index, rest = match.groups()
@@ -424,6 +463,7 @@ def probe_numbered_parts(head: Any, wiring: Wiring, target: Target) -> ProbeFiel
 
 def probe_lm_head(head: Any, wiring: Wiring, target: Target) -> ProbeFields:
     """Yield a change that replaces the rows of the LM head by the target's own."""
+    # [V, D] for the vocabulary and the target's width; below, only the rows of the draft vocabulary if there is one
     rows = target.head.weight.data * target.head.logit_scale
     draft_tokens = draft_ids(head)
     if draft_tokens is not None:
@@ -442,7 +482,10 @@ def probe_lm_head(head: Any, wiring: Wiring, target: Target) -> ProbeFields:
 
 
 def probe_d2t(head: Any, wiring: Wiring, target: Target) -> ProbeFields:
-    """Yield changes of the draft vocabulary: how d2t is read, or which tokens its rows are."""
+    """Yield changes of the draft vocabulary: how d2t is read, or which tokens its rows are.
+
+    The buffer d2t holds for each row of the head's logits the offset of its token from the row's index.
+    """
     draft_tokens = draft_ids(head)
     if draft_tokens is None:
         return
@@ -454,12 +497,15 @@ def probe_d2t(head: Any, wiring: Wiring, target: Target) -> ProbeFields:
     may_be_ids = int(d2t.min()) >= 0 and int(d2t.max()) < vocab_size
     if may_be_ids and not torch.equal(d2t, draft_tokens):
         meant.append(("holds token ids, expected offsets from the row's number", d2t.clone()))
+    # t2d marks in the target's vocabulary the tokens that can be drafted
     for t2d in find_tensors(head, "t2d"):
         marked = head.get_buffer(t2d).nonzero()[:, 0]
         if len(marked) == len(d2t) and not torch.equal(marked, draft_tokens):
             meant.append(("and t2d disagree: t2d was right", marked))
     for shift in (-1, 1):
+        # the clamp keeps the ends within the vocabulary
         meant.append((f"is 1 {_too(shift)}", (draft_tokens + shift).clamp(0, vocab_size - 1)))
+    # not where all rows stand for token 0, or for the first tokens already
     if bool(draft_tokens.any()) and not torch.equal(row_ids, draft_tokens):
         meant.append(("is not this head's: its rows stand for the first tokens", row_ids))
     for what, tokens in meant:
@@ -469,7 +515,7 @@ def probe_d2t(head: Any, wiring: Wiring, target: Target) -> ProbeFields:
 
 
 def probe_precision(head: Any, wiring: Wiring, target: Target) -> ProbeFields:
-    """Yield a change that computes in float32."""
+    """Yield a change that computes in float32, where the head's weights are stored in a lower precision."""
     stored = next(head.parameters()).dtype
     if stored != torch.float32:
         fault = (

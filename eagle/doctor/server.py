@@ -31,6 +31,7 @@ class ServerCounts:
     drafts: int = 0
 
     def __str__(self) -> str:
+        """Return the counts in a phrase."""
         text = f"{self.engine} accepts {self.tau:.3f} tokens a step"
         if self.drafts:
             text += f" over {self.drafts:,} drafts"
@@ -46,6 +47,7 @@ class ServerCounts:
             source: What was measured, as the sentence names it.
         """
         text = str(self)
+        # how many positions of a chain are compared: those that both have
         positions = len(per_position)
         counted = self.tau
         if self.per_position:
@@ -58,6 +60,7 @@ class ServerCounts:
             text += f" ({self.engine} does not tell how many tokens it drafts: start it with {positions})"
         elif positions < len(self.per_position):
             text += f", where the server keeps {counted:.3f}"
+        # one token of each step is the target's own and no draft
         ratio = (counted - 1) / max(expected - 1, 1e-9)
         text += f": drafts add {ratio:.0%} of what they should"
         if ratio < ENOUGH:
@@ -83,7 +86,13 @@ def read_server(url: str) -> ServerCounts:
 
 
 def parse_metrics(text: str, source: str) -> ServerCounts:
-    """Parse acceptance counts from Prometheus' text format, summed over models and ranks."""
+    """Parse acceptance counts from Prometheus' text format, summed over models and ranks.
+
+    Args:
+        text: The page.
+        source: Its address, for the message where it counts no drafts.
+    """
+    # how many drafts were made, how many of their tokens were accepted, and how many of those at each position
     drafts = accepted = 0.0
     by_position: dict[int, float] = {}
     lengths = []
@@ -102,6 +111,7 @@ def parse_metrics(text: str, source: str) -> ServerCounts:
     # vLLM has counters, SGLang only the mean acceptance length of its latest answers
     if drafts:
         rates = tuple(by_position[position] / drafts for position in sorted(by_position))
+        # each draft's step adds one token of the target itself
         return ServerCounts("vLLM", 1 + accepted / drafts, rates, int(drafts))
     if lengths:
         return ServerCounts("SGLang", sum(lengths) / len(lengths))

@@ -76,7 +76,10 @@ def read_prompts(file: str | None) -> list[str]:
 
 
 def limit_prompts(prompts: list[str], tokens: int | None) -> tuple[list[str], int]:
-    """Return the prompts to ask and the tokens that are enough; without a number of tokens, all and the usual ones."""
+    """Return the prompts to ask, and after how many tokens of all answers no further round of answers begins.
+
+    Without a number of `tokens` these are all prompts and the usual limit.
+    """
     if tokens is None:
         return prompts, ENOUGH_TOKENS
     if tokens < 1:
@@ -94,7 +97,7 @@ def _first_turn(record: Any) -> str | None:
         return record
     if isinstance(record, list):
         for turn in record:
-            # ShareGPT's files call the role `from`
+            # ShareGPT's files call the role `from`; a turn that is a plain text is the user's
             role = turn.get("role", turn.get("from")) if isinstance(turn, dict) else "user"
             if role != "system":
                 return _first_turn(turn)
@@ -108,7 +111,10 @@ def _first_turn(record: Any) -> str | None:
 def render_prompts(
     target: Target, prompts: Sequence[str], **template_kwargs: Any
 ) -> list[list[int]]:
-    """Return the token ids of the prompts, rendered by the target's chat template if it has one."""
+    """Return the token ids of each prompt, rendered by the target's chat template if it has one.
+
+    `template_kwargs` are arguments of that template, such as `enable_thinking`.
+    """
     if target.tokenizer is None:
         raise ValueError(
             "this target has no tokenizer: load it from a folder with its tokenizer's files"
@@ -139,8 +145,9 @@ def answer_prompts(
         enough: Tokens of all answers, after which no further round begins.
         after_first: Takes the answers of the first round, its seconds, and how many rounds there will be.
     """
+    # for each prompt, its answers of all rounds
     rounds: list[list[Example]] = [[] for _ in prompts]
-    total = 0
+    total = 0  # tokens of all answers
     requests = 0
     for temperature in progress(
         temperatures, "the target's answers", len(temperatures), unit="rounds"
@@ -153,6 +160,7 @@ def answer_prompts(
         requests += len(prompts)
         traces = generate(
             target,
+            # plain decoding, without drafts
             DRAFTERS["none"](),
             [list(prompt) for prompt in prompts],
             sampling=samplings,
@@ -170,12 +178,16 @@ def answer_prompts(
         if after_first is not None and is_first and any(rounds):
             num_rounds = min(len(temperatures), ceil(enough / total))
             after_first(_batch_of(rounds, target), perf_counter() - start, num_rounds)
+    # drop the KV cache of the last sequence
     target.forget()
     return _batch_of(rounds, target)
 
 
 def _batch_of(rounds: Sequence[Sequence[Example]], target: Target) -> Batch:
-    """Return the answers to all prompts, every third prompt first."""
+    """Return the answers to all prompts as one batch, every third prompt first.
+
+    `rounds` has a list of answers for each prompt.
+    """
     examples: list[Example] = []
     for answers in [*rounds[0::3], *rounds[1::3], *rounds[2::3]]:
         examples += answers
@@ -207,7 +219,10 @@ def select_answers(batch: Batch, start: int, end: int) -> Batch:
 def count_chains(
     target: Target, head: TrainableDrafter, prompts: Sequence[Sequence[int]], depth: int
 ) -> list[float]:
-    """Return how often greedy decoding here accepts a chain up to each position, counted as engines count it."""
+    """Return how often greedy decoding here accepts a chain up to each of `depth` positions, counted as engines do.
+
+    The head is bound to the target, in place.
+    """
     drafter = head.bind(target.head)
     budget = Budget.fixed(chain_paths(depth))
     accepted = []
@@ -229,15 +244,21 @@ def every_tap(target: Target) -> tuple[int, ...]:
 
 
 def read_states(target: Target, tokens: Tensor) -> Tensor:
-    """Return [T, L + 2, D], the target's states of a sequence at all taps of `every_tap`, in their order."""
+    """Return [T, L + 2, D], the target's states at T tokens: L layers' inputs, the last output, that after the norm.
+
+    D is the target's width. The order is that of `every_tap`.
+    """
     taps = every_tap(target)
     outputs: list[Tensor] = []
 
     def record(layer: nn.Module, inputs: Any, output: Any) -> None:
+        """Keep the layer's output; some layers return a tuple whose first item it is."""
         outputs.append(output[0] if isinstance(output, tuple) else output)
 
-    # taps are inputs of layers, which the last layer's output is not: a hook records it
+    # taps are inputs of layers, which the last layer's output is not: a hook records it. `taps` ends in the id of that
+    # output and in -1, so the first is left out.
     with target.layers[-1].register_forward_hook(record):
         states = target.features(tokens[None], (*taps[:-2], -1))[0]
+    # [T, 1, D]
     last = outputs[0].reshape(-1, 1, states.shape[-1]).to(states)
     return torch.cat([states[:, :-1], last, states[:, -1:]], dim=1)

@@ -50,7 +50,12 @@ class Gain:
 
     @classmethod
     def between(cls, before: Cycles, after: Cycles) -> Gain:
-        """Compare tokens and cycles of each sequence before and after a change, paired by sequence."""
+        """Compare the acceptance lengths before and after a change, paired by sequence.
+
+        Args:
+            before: Tokens and cycles of each sequence; the acceptance length is their ratio over all sequences.
+            after: The same after the change.
+        """
         lengths = []
         residuals = []
         for tokens, cycles in (before, after):
@@ -59,12 +64,13 @@ class Gain:
             # delta method: the first-order change of the ratio tokens / cycles by each sequence
             residuals.append((tokens - length * cycles) / cycles.mean())
         count = len(residuals[0])
+        # a single sequence says nothing of the spread
         spread = float((residuals[1] - residuals[0]).std()) if count > 1 else 0.0
         return cls(lengths[0], lengths[1], spread / count**0.5)
 
     @property
     def share(self) -> float:
-        """The gain relative to the tokens that drafts added before."""
+        """The gain relative to the tokens per cycle that drafts added before: the target's own token is left out."""
         return (self.after - self.before) / max(self.before - 1, 1e-9)
 
     @property
@@ -73,6 +79,7 @@ class Gain:
         return (self.after - self.before) / max(self.error, 1e-12)
 
     def __str__(self) -> str:
+        """Return both acceptance lengths, and the gain as a 95% interval."""
         gain = self.after - self.before
         margin = 1.96 * self.error
         interval = (
@@ -128,7 +135,11 @@ class Effect:
 
     @property
     def only_eases(self) -> bool:
-        """Whether the change mends no fault, and only lets a head cope better with the states that it makes itself."""
+        """Whether the change mends no fault, and only lets a head cope better with the states that it makes itself.
+
+        That is so if, even with the change, later levels add far fewer tokens from the head's own states than from the
+        target's, and level 1, which reads the target's, has hardly gained.
+        """
         first_rate = self.before.rates()[0]
         has_gained = self.after.rates()[0] >= (1 + MIN_GREEDY) * first_rate
         return self.after.own_state_ratio < EASED and not has_gained
@@ -139,7 +150,9 @@ class Effect:
 
         Greedy drafts must gain too, as flatter probs alone raise the gain of sampled drafts.
         """
+        # how often the first drafted token is right with the change
         first_rate = self.after.rates()[0]
+        # of a gain, `share` is relative to the tokens that drafts added, and `errors` counts its standard errors
         min_sampled = MIN_SAMPLED
         min_greedy = MIN_GUESSED if self.probe.kind == GUESS else MIN_GREEDY
         if first_rate < self.min_rate:
@@ -197,9 +210,11 @@ class Diagnosis:
         return values
 
     def __str__(self) -> str:
+        """Return the report that `eagle doctor` prints: verdict, levels, faults, the nearest other changes, notes."""
         lines = [f"verdict: {self.verdict}"]
         if self.figures is not None:
             lines += ["", *describe_levels(self.figures)]
+        # the other faults are branches whose removal costs nothing
         helped = [fault for fault in self.faults if fault.is_sure]
         idle = [fault for fault in self.faults if not fault.is_sure]
         for title, effects in (
@@ -238,6 +253,7 @@ def describe_levels(figures: Agreement) -> list[str]:
     ]
     rates = zip(figures.rates(), figures.teacher_forced_rates, strict=True)
     for level, (rate, forced) in enumerate(rates):
+        # [S] bool, the slots whose sequence goes on to this level
         in_seq = figures.in_seq[level]
         overlap = float(figures.overlap[level, in_seq].mean()) if in_seq.any() else 0.0
         lines.append(f"  {level + 1:5}   {rate:8.3f}   {forced:28.3f}   {overlap:20.3f}")
@@ -267,8 +283,10 @@ def decide(
         norm_shift: How far the head's norms are from where training starts.
         needs_more: Whether the head was trained on so few tokens that more would bring much.
     """
+    # of each level, how often its token is right after those before were
     rates = figures.rates()
     summary = f"level 1 names the target's token in {rates[0]:.0%} of the places, τ {figures.greedy_tau:.2f}"
+    # findings that say the head belongs to another target, and all others
     misfits = [what for what in fatal if "target" in what and "rope" not in what]
     in_files = [what for what in fatal if what not in misfits]
     if any(effect.probe.kind.endswith("rope") for effect in faults):

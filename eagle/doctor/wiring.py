@@ -30,7 +30,11 @@ class Wiring:
     needs_more: bool = False  # whether it was trained on so few tokens that more would bring much
 
     def draft_levels(self, batch: Batch, count: int) -> list[tuple[Tensor, Logits]]:
-        """Return for each of `count` levels the head's states [S, ..] at all supervised slots, and its LM head."""
+        """Return for each of `count` levels the head's states [S, ..] at all S supervised slots, and its LM head.
+
+        A slot is a position from which the head drafts; level 1 is its first drafted token. Tokens and states of the
+        batch are shifted first, as `token_back` and `state_back` say.
+        """
         tokens = _shift_back(batch.tokens, batch.lengths, self.token_back)
         features = _shift_back(batch.features, batch.lengths, self.state_back)
         shifted = replace(batch, tokens=tokens, features=features)
@@ -41,6 +45,7 @@ class Wiring:
         """Whether level 2 reads the token drafted by level 1; heads that guess all levels at once do not."""
         tokens = batch.tokens.clone()
         # change the token that level 1 drafts to 0 or 1: the states of level 2 change only if it reads that token
+        # the first supervised token, which the first slot's level 1 drafts
         first_draft = batch.loss_mask.nonzero()[0, 0]
         tokens[first_draft] = 1 - tokens[first_draft].clamp(max=1)
         levels = self.draft_levels(batch, 2)
@@ -53,7 +58,13 @@ class Wiring:
 
 
 def _shift_back(rows: Tensor, lengths: tuple[int, ...], count: int) -> Tensor:
-    """Return [N, ..], at each position of a sequence the row of `count` positions before; its first rows stay."""
+    """Return [N, ..], at each position of a sequence the row of `count` positions before; its first rows stay.
+
+    Args:
+        rows: [N, ..], tokens or states of all sequences, concatenated.
+        lengths: The number of rows of each sequence.
+        count: The number of positions.
+    """
     if count == 0:
         return rows
     shifted = []
@@ -63,7 +74,7 @@ def _shift_back(rows: Tensor, lengths: tuple[int, ...], count: int) -> Tensor:
 
 
 def draft_ids(head: Any) -> Tensor | None:
-    """Return [D], the token of each row of a head's logits; None for a head that drafts the whole vocabulary."""
+    """Return [D], the token id of each of a head's D logits; None for a head that drafts the whole vocabulary."""
     d2t = dict(head.named_buffers()).get("d2t")
     if d2t is None:
         return None
@@ -72,7 +83,7 @@ def draft_ids(head: Any) -> Tensor | None:
 
 
 def find_tensors(head: Any, ending: str) -> list[str]:
-    """Return the names of the parameters and buffers whose last parts are `ending`, in any block."""
+    """Return the names of the parameters and buffers that end in the dotted name `ending`, such as "fc.weight"."""
     names = [name for name, _ in head.named_parameters()]
     names += [name for name, _ in head.named_buffers()]
     return [name for name in names if f".{name}".endswith(f".{ending}")]

@@ -23,7 +23,7 @@ LICENCE = "Not chosen yet: add `license:` to the lines at the top. Those of the 
 
 
 def model_card(folder: Path, name: str) -> str:
-    """Return the text of a README.md for a head.
+    """Return the text of a README.md for a head; ValueError if its recipe or its provenance cannot be read.
 
     Args:
         folder: The head's folder. Losses and acceptance are read from the run's folder around it, if they are there.
@@ -48,6 +48,7 @@ def model_card(folder: Path, name: str) -> str:
     curve = _curve_table(_read_rows(run / "metrics.jsonl"))
     if curve:
         sections.append(f"## Curve\n\n{curve}")
+    # taken out, so that the section on what made the head does not repeat it
     validation = provenance.pop("validation", None)
     if validation:
         sections.append(f"## On held-out conversations\n\n{_key_table(validation)}")
@@ -61,7 +62,10 @@ def model_card(folder: Path, name: str) -> str:
 
 
 def _read_origin(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a head's recipe and provenance, from which its model card is made; ValueError if one is missing."""
+    """Return a head's recipe and provenance, from which its model card is made.
+
+    ValueError if one is missing, or the recipe is no recipe of this project.
+    """
     # a head from the hub may lack them
     absent = [file for file in ("recipe.yaml", "provenance.json") if not (folder / file).is_file()]
     if absent:
@@ -80,7 +84,14 @@ def _read_origin(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _method_of(folder: Path, recipe: dict[str, Any]) -> tuple[str, str | None]:
-    """Return the name of a head's method, and the file that its class was copied from; None if it is one of ours."""
+    """Return the name of a head's method, and the file that its class was copied from.
+
+    The second is None for a method of this project. ValueError if config.json cannot be read.
+
+    Args:
+        folder: The head's folder.
+        recipe: Its recipe.
+    """
     path = folder / "config.json"
     config = None
     try:
@@ -116,12 +127,16 @@ def front_matter(kind: str, target: str, *more: str) -> str:
 
 
 def is_hub_id(target: str) -> bool:
-    """Return whether a target may be a hub id; the hub refuses a card whose base model is none."""
+    """Return whether a target may be a hub id and no local folder; the hub refuses a card whose base model is none."""
     return bool(re.fullmatch(r"[\w.-]+(/[\w.-]+)?", target)) and not Path(target).exists()
 
 
 def _describe_exactness(run: Path) -> str:
-    """Return sentences on lossless output: by construction, and as compared with undrafted decoding in this run."""
+    """Return sentences on lossless output: by construction, and as compared with undrafted decoding in this run.
+
+    Args:
+        run: The run's folder, which may hold the comparison, lossless.json.
+    """
     text = (
         "With exact verification, the default, the output is the target's own at any temperature."
     )
@@ -129,6 +144,7 @@ def _describe_exactness(run: Path) -> str:
     if not path.is_file():
         return text
     verdicts = json.loads(read_text(run, path.name, MAX_BYTES))["verdicts"]
+    # each verdict counts the answers of one comparison
     same = sum(verdict["identical"] for verdict in verdicts)
     answers = sum(verdict["answers"] for verdict in verdicts)
     return f"{text} Compared with undrafted decoding, {same} of {answers} answers are identical token by token."
@@ -147,7 +163,11 @@ def _describe_store(recipe: dict[str, Any]) -> str:
 
 
 def count_conversations(counts: dict[str, Any]) -> str:
-    """Return a sentence on the conversations that were kept and dropped, with the reasons."""
+    """Return a sentence on the conversations that were kept and dropped, with the reasons.
+
+    Args:
+        counts: "kept", the number of conversations, and "dropped", a number for each reason.
+    """
     dropped = counts["dropped"]
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in dropped.items())
     sentence = f"{counts['kept']:,} conversations were kept, {sum(dropped.values()):,} dropped"
@@ -157,7 +177,13 @@ def count_conversations(counts: dict[str, Any]) -> str:
 
 
 def _describe_usage(name: str, target: str, code_file: str | None) -> str:
-    """Return Python code that decodes with the head; a head with its own code needs trust_code and a warning."""
+    """Return Python code, in Markdown, that decodes with the head; a head with its own code also gets a warning.
+
+    Args:
+        name: The head's name on the hub.
+        target: The target, a folder or a hub id.
+        code_file: The file that the class of the head's method was copied from; None for a method of this project.
+    """
     note = ""
     trust = ""
     if code_file:
@@ -176,11 +202,13 @@ print(generate(target, drafter, target.chat("What is a draft head?"), max_new_to
 
 
 def _table(head: list[str], rows: list[list[Any]]) -> str:
+    """Return a table in Markdown: the names of its columns, `head`, and its rows."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
 
 
 def _cell(value: Any) -> str:
+    """Return a value as the text of one cell of a Markdown table."""
     text = str(value)
     if isinstance(value, float):
         text = f"{value:.4g}"
@@ -189,18 +217,24 @@ def _cell(value: Any) -> str:
 
 
 def _key_table(values: dict[str, Any]) -> str:
+    """Return a Markdown table of keys and values, without those that are None."""
     rows = [[f"`{key}`", value] for key, value in values.items() if value is not None]
     return _table(["key", "value"], rows)
 
 
 def _read_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the mappings in a .jsonl file, one a line; none if it is not there."""
     if not path.exists():
         return []
     return [json.loads(line) for line in read_text(path.parent, path.name, MAX_BYTES).splitlines()]
 
 
 def _curve_table(rows: list[dict[str, Any]]) -> str:
-    """Return a table of the losses at evenly spread steps, the first and last included."""
+    """Return a Markdown table of the training losses at evenly spread steps, the first and last included; "" if none.
+
+    Args:
+        rows: The rows of metrics.jsonl. Those of training steps hold losses by name, with "total" as the minimised one.
+    """
     steps = [row for row in rows if "total" in row]
     if not steps:
         return ""
@@ -212,15 +246,22 @@ def _curve_table(rows: list[dict[str, Any]]) -> str:
     ]
     lines = []
     for point in range(count):
+        # the max is for a single step, where a division by zero would fail
         row = steps[point * (len(steps) - 1) // max(count - 1, 1)]
         lines.append([row[name] for name in names])
     return _table(names, lines)
 
 
 def acceptance_of(run: Path) -> str:
-    """Return a table of the newest measurement in a run's folder, pooled over prompts; "" without one."""
-    header: dict[str, Any] = {}
-    newest: list[dict[str, Any]] = []
+    """Return a Markdown table of the acceptance lengths that were measured last in a run; "" without a measurement.
+
+    Each row is of one temperature and drafter, with all prompts pooled.
+
+    Args:
+        run: The run's folder, which may hold the file of measurements, results.jsonl.
+    """
+    header: dict[str, Any] = {}  # of the newest measurement
+    newest: list[dict[str, Any]] = []  # its rows: one for each prompt, drafter and temperature
     rows = _read_rows(run / "results.jsonl")
     for row in rows:
         # a row whose `run` is a mapping is the header of a measurement, which its rows follow
@@ -252,7 +293,12 @@ def acceptance_of(run: Path) -> str:
 
 
 def _describe_tree(header: dict[str, Any], drafter: str) -> str:
-    """Return the draft tree of a drafter in words, by a measurement's header; a dash for none or an unknown one."""
+    """Return the draft tree of a drafter in words; a dash for none or an unknown one.
+
+    Args:
+        header: The header of a measurement, which describes each drafter and its budget, the limits of its tree.
+        drafter: The drafter's name in it.
+    """
     try:
         tree = describe_budget(header["drafters"][drafter]["budget"])
     except (KeyError, TypeError):
@@ -262,7 +308,13 @@ def _describe_tree(header: dict[str, Any], drafter: str) -> str:
 
 
 def _pool_lengths(rows: list[dict[str, Any]]) -> float:
-    """Return the acceptance length of a group of rows: committed tokens per cycle, pooled over all prompts."""
+    """Return the acceptance length of a group of rows: committed tokens per cycle, pooled over all prompts.
+
+    A cycle is one draft and its verification by one forward of the target, whose own token counts as committed too.
+
+    Args:
+        rows: The rows of results.jsonl of one drafter at one temperature, one for each answer.
+    """
     tokens = 0
     cycles = 0
     for row in rows:
@@ -273,4 +325,5 @@ def _pool_lengths(rows: list[dict[str, Any]]) -> float:
         else:
             tokens += row["committed"]
             cycles += row["cycles"]
+    # rows without a cycle must not divide by zero
     return tokens / max(cycles, 1)

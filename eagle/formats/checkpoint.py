@@ -67,8 +67,9 @@ def save_pretrained(head: TrainableDrafter, folder: str | Path) -> None:
     If its method is a user's own class, the file of the class is copied too, and the config says which class it is.
     """
     folder = Path(folder)
+    # the recipe's section `drafter`, and the sizes as a transformers config
     config = {"settings": head.settings.model_dump(mode="json"), "shape": head.shape.to_dict()}
-    # None for a method of this package
+    # where a user's own class comes from; None for a method of this package
     code = describe_code(type(head))
     if code is not None:
         config["code"] = code
@@ -82,7 +83,14 @@ def save_pretrained(head: TrainableDrafter, folder: str | Path) -> None:
 def save_head(
     folder: str | Path, head: TrainableDrafter, recipe: str, provenance: dict[str, Any]
 ) -> None:
-    """Save a head with recipe and provenance, replacing the folder once everything is written beside it."""
+    """Save a head with recipe and provenance, replacing the folder once everything is written beside it.
+
+    Args:
+        folder: The head's folder; whatever it holds is deleted.
+        head: The head.
+        recipe: The text of recipe.yaml, by which it was trained.
+        provenance: The contents of provenance.json, which say what made it.
+    """
     folder = Path(folder)
     staging = folder.with_name(folder.name + ".part")
     # a call that was interrupted leaves this folder
@@ -95,7 +103,7 @@ def save_head(
 
 
 def write_budget(folder: str | Path, budget: Budget) -> None:
-    """Write a tuned budget into a head's config.json, from which `load_head` reads it."""
+    """Write a tuned budget, the size and shape of a draft tree, into a head's config.json; `load_head` reads it."""
     path = Path(folder) / "config.json"
     config = json.loads(path.read_text()) | {"budget": asdict(budget)}
     write_text(path, json.dumps(config, indent=2))
@@ -106,6 +114,8 @@ def write_budget(folder: str | Path, budget: Budget) -> None:
 
 def load_head(folder: str | Path, *, trust_code: bool = False) -> TrainableDrafter:
     """Load a trained head; ValueError for damaged files, and for missing, unknown or misshapen tensors.
+
+    The head is not bound to a target yet: `bind` gives it the target's embedding and LM head.
 
     Args:
         folder: The head's folder, as training leaves it.
@@ -126,6 +136,7 @@ def load_head(folder: str | Path, *, trust_code: bool = False) -> TrainableDraft
     # the file may be run: refuse a link that leads out of the folder
     if has(folder, METHOD_FILE):
         plain_file(folder, METHOD_FILE)
+    # registers the head's method, which may run the file; refuses code that is not trusted
     DRAFTERS.admit(folder, config, trust_code=trust_code)
     source = str(folder / "config.json")
     # compare the sizes in the file with those that the config asks for, before memory is taken for either
@@ -144,7 +155,13 @@ def load_head(folder: str | Path, *, trust_code: bool = False) -> TrainableDraft
 def from_pretrained(
     path: str | Path, revision: str | None = None, *, trust_code: bool = False
 ) -> TrainableDrafter:
-    """Load a trained head from a folder or a hub id; `trust_code` as in `load_head`."""
+    """Load a trained head from a folder or the hub; it is not bound to a target yet.
+
+    Args:
+        path: The head's folder or its hub id.
+        revision: The branch, tag or commit on the hub; None for the newest.
+        trust_code: As in `load_head`.
+    """
     folder = Path(path)
     if not folder.is_dir():
         folder = _download(str(path), revision)
@@ -158,7 +175,7 @@ def from_pretrained(
 
 
 def _download(name: str, revision: str | None) -> Path:
-    """Return the cache folder of a head from the hub, with only the files in `ON_HUB`."""
+    """Return the cache folder of a head from the hub; only the files in `ON_HUB` are downloaded."""
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(ON_HUB)))
     except Exception as error:  # of many kinds: not an id, no such repository, no network
@@ -168,7 +185,7 @@ def _download(name: str, revision: str | None) -> Path:
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    """Return the mapping in a folder's config.json; ValueError if it cannot be read."""
+    """Return the mapping in a folder's config.json, an empty one for other JSON; ValueError if it cannot be read."""
     text = read_text(folder, "config.json", CONFIG_BYTES)
     try:
         config = json.loads(text)
@@ -183,8 +200,10 @@ def _read_config(folder: Path) -> dict[str, Any]:
 def build_head(config: dict[str, Any], source: str) -> TrainableDrafter:
     """Return a head with the settings and sizes of a config.json, and fresh weights.
 
+    ValueError if no head has such settings or sizes.
+
     Args:
-        config: The contents of config.json.
+        config: The contents of config.json of a head of this project, with "settings" and "shape".
         source: Its path, for messages.
     """
     try:
@@ -210,8 +229,13 @@ def build_head(config: dict[str, Any], source: str) -> TrainableDrafter:
 
 
 def _read_shape(shape: dict[str, Any]) -> Any:
-    """Return a head's shape as a config of transformers; refused if it names code or an absurd number of layers."""
+    """Return a head's sizes as a config of transformers; ValueError if they name code or an absurd number of layers.
+
+    Args:
+        shape: The section "shape" of config.json, of unknown origin.
+    """
     layers = shape.get("num_hidden_layers", 1)
+    # transformers runs code that a config names by this key
     if "auto_map" in shape:
         raise ValueError("the shape has auto_map, which names code to run: take it out")
     # transformers fetches a kernel from the hub by such a name
@@ -220,6 +244,7 @@ def _read_shape(shape: dict[str, Any]) -> Any:
             raise ValueError(
                 f"{name} is {shape[name]!r:.200}, which names code to fetch and run: take it out"
             )
+    # classes of transformers make lists of so many items, before any weight is made
     if not isinstance(layers, int) or layers > MAX_LAYERS:
         raise ValueError(f"num_hidden_layers is {layers!r:.30}, expected at most {MAX_LAYERS:,}")
     return AutoConfig.for_model(**shape)
@@ -227,11 +252,15 @@ def _read_shape(shape: dict[str, Any]) -> Any:
 
 @contextmanager
 def bounded_weights() -> Iterator[None]:
-    """Refuse to make more weights in here than any head has: a config of unknown origin may ask for any number."""
+    """Raise ValueError inside the `with` block once this thread has made more than MAX_WEIGHTS weight tensors.
+
+    No head has so many, but a config of unknown origin may ask for any number of layers.
+    """
     # torch calls the hook for every module of the process, so weights that other threads make are not counted
     thread = get_ident()
     numbers = count(1)
 
+    # torch calls it with the module, the parameter's name and the parameter
     def check_count(module: Module, name: str, weight: Any) -> None:
         if get_ident() == thread and next(numbers) > MAX_WEIGHTS:
             raise ValueError(f"it would have more than {MAX_WEIGHTS:,} weight tensors")
@@ -244,12 +273,19 @@ def bounded_weights() -> Iterator[None]:
 
 
 def _read_budget(values: dict[str, Any] | None, source: str) -> Budget | None:
-    """Return the tuned budget in a head's config, None if it has none."""
+    """Return the tuned budget in a head's config: the size and shape of its draft tree; None if it has none.
+
+    Args:
+        values: The fields of a `Budget` under the key "budget", of unknown origin.
+        source: The path of config.json, for messages.
+    """
     if values is None:
         return None
     try:
-        # JSON has no tuples; a budget without paths has None or an empty list
+        # the fixed tree: for each node the ranks of the children on the way to it. JSON has no tuples; a budget without
+        # a fixed tree has None or an empty list.
         paths = values["paths"] and tuple(map(tuple, values["paths"]))
+        # memory grows with these, so that a file of unknown origin must not choose them freely
         for name in ("nodes", "depth", "top_k"):
             limit = values.get(name, 0)
             if limit > MOST_NODES:
@@ -282,7 +318,7 @@ def _read_entries(folder: Path) -> dict[str, TensorEntry]:
 def _compare_entries(
     folder: Path, entries: dict[str, TensorEntry], expected: dict[str, Tensor]
 ) -> None:
-    """Refuse a weight file whose tensors are not those of the head, by names, sizes and dtypes alone.
+    """Raise ValueError for a weight file whose tensors are not those of the head, by names, sizes and dtypes alone.
 
     Args:
         folder: The head's folder, for messages.
@@ -317,7 +353,7 @@ def _compare_entries(
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
-    """Return all tensors of a head; ValueError if they cannot be read."""
+    """Return all tensors of a head's weight file by name; ValueError if they cannot be read."""
     path = folder / WEIGHTS
     try:
         return load_file(path)
@@ -328,8 +364,14 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def _check_finite(folder: Path, weights: dict[str, Tensor]) -> None:
-    """Refuse weights that are not numbers: such a head drafts nothing, or anything."""
+    """Raise ValueError for weights that are nan or infinite: such a head drafts nothing, or anything.
+
+    Args:
+        folder: The head's folder, for the message.
+        weights: Its tensors by name.
+    """
     for name, tensor in weights.items():
+        # indices are always finite, and an empty tensor has no minimum
         if not tensor.is_floating_point() or not tensor.numel():
             continue
         # a single nan makes both nan; unlike isfinite() this makes no second tensor
@@ -352,7 +394,7 @@ def load_drafter(
     trust_code: bool = False,
     **options: Any,
 ) -> Drafter:
-    """Load a drafter for a target.
+    """Load a drafter for a target, which is bound to it and ready to draft.
 
     Args:
         name: A folder or hub id (trained head, table of counts, language model) or a method's name. Several, in a list
@@ -367,7 +409,7 @@ def load_drafter(
         raise ValueError(
             f"the target is a {type(target).__name__}, expected a Target: load_drafter(name, target)"
         )
-    # of several drafters, each gets the options that it takes
+    # of several drafters, each gets the options that it takes: a drafter's name -> names of options
     accepted = check_options(name, options)
     drafters = []
     for drafter_name in _split_names(name):
@@ -377,8 +419,10 @@ def load_drafter(
         drafter = _load_one(
             drafter_name, target, own_options, revision=revision, trust_code=trust_code
         )
+        # it runs the target's own layers when it drafts
         if drafter.reads.view:
             drafter.bind_target(target.view())
+        # it reads states of the target at these layers: the target must have them
         if drafter.taps:
             target.check_taps(drafter.taps)
         drafters.append(drafter)
@@ -386,9 +430,13 @@ def load_drafter(
 
 
 def check_drafter(name: Names, options: Iterable[str] = ()) -> None:
-    """Refuse the names and options that `load_drafter` would refuse; no files are read.
+    """Raise ValueError for names and options that `load_drafter` would refuse; no files are read.
 
     Programs call it first, so that a typing error does not wait for a target to be loaded.
+
+    Args:
+        name: As in `load_drafter`.
+        options: The names of its options.
     """
     for drafter_name in check_options(name, options):
         if method_without_files(drafter_name) is None:
@@ -396,18 +444,27 @@ def check_drafter(name: Names, options: Iterable[str] = ()) -> None:
 
 
 def check_options(name: Names, options: Iterable[str]) -> dict[str, list[str]]:
-    """Return the options that each drafter takes, by its name; an option that none of them takes is refused."""
+    """Return the names of the options that each drafter takes, by its name.
+
+    ValueError for an option that none of them takes.
+
+    Args:
+        name: One drafter or several, as in `load_drafter`.
+        options: The names of the options that are given.
+    """
     names = _split_names(name)
     accepted: dict[str, list[str]] = {}
     for drafter_name in names:
         method = method_without_files(drafter_name)
         accepted[drafter_name] = HEAD_OPTIONS
+        # a method without files takes the arguments of its class
         if method:
             accepted[drafter_name] = [*inspect.signature(method).parameters]
     valid = sorted({option for of_one in accepted.values() for option in of_one})
     for option in options:
         if option not in valid:
             usual = ", ".join(valid) or "none"
+            # only heads were named: say which drafters take other options
             if valid == HEAD_OPTIONS:
                 usual += "; other options belong to " + ", ".join(_names_stored_as("nothing"))
             raise ValueError(
@@ -417,7 +474,11 @@ def check_options(name: Names, options: Iterable[str]) -> dict[str, list[str]]:
 
 
 def method_without_files(name: str) -> Any:
-    """Return the method of this name, or the class at `PATH.py:CLASS`, if it needs no files, as n-grams; else None."""
+    """Return the method of this name if it needs no files, as n-grams; None for a folder or a hub id.
+
+    Args:
+        name: A method's name, a folder, a hub id, or `PATH.py:CLASS` for a user's own class, whose file is then run.
+    """
     is_class = PLACE_AND_CLASS.fullmatch(name) is not None
     # a registered name comes first, even if a folder has the same name
     if name not in DRAFTERS and (Path(name).is_dir() or ("/" in name and not is_class)):
@@ -447,7 +508,7 @@ def _load_one(
     method = method_without_files(name)
     if method is not None:
         try:
-            made: Drafter = method(**options)
+            made: Drafter = method(**options)  # an instance of the method's class
             return made
         except TypeError as error:
             raise ValueError(
@@ -455,6 +516,7 @@ def _load_one(
             ) from None
     folder = Path(name)
     _check_name(name)
+    # the method that loads tables or a language model; None for a trained head
     method = _method_of_files(folder)
     draft_vocab = options.get("draft_vocab")
     if method is not None:
@@ -474,13 +536,13 @@ def _load_one(
 
 
 def restrict_drafts(head: TrainableDrafter, draft_vocab: str) -> None:
-    """Let a bound head draft only the tokens of a draft vocabulary, as FR-Spec does (Zhao et al. 2025).
+    """Let a bound head draft only the tokens of a draft vocabulary, as FR-Spec does (Zhao et al. 2025); it is changed.
 
     The target's LM head costs a small head most of the time of a level; now only its rows for these tokens are read.
     Output stays lossless: tokens that cannot be drafted have a draft probability of 0.
 
     Args:
-        head: The head, bound to its target; it is changed.
+        head: The head, bound to its target. From now on it is bound to the narrowed LM head.
         draft_vocab: A file that `eagle prepare --only draft-vocab` wrote.
 
     Raises:
@@ -497,6 +559,7 @@ def restrict_drafts(head: TrainableDrafter, draft_vocab: str) -> None:
             f"draft_vocab is {draft_vocab}, and this {kind} was trained with a draft vocabulary of {len(head.drafts)} "
             "tokens: leave the option out"
         )
+    # a mask of the tokens to draft, over the vocabulary; the offsets d2t say the same and are not needed
     _, t2d = load_draft_vocab(draft_vocab)
     target_head = head.target_head
     vocab_size = len(target_head.weight)
@@ -505,18 +568,21 @@ def restrict_drafts(head: TrainableDrafter, draft_vocab: str) -> None:
             f"the draft vocabulary {draft_vocab} is of {len(t2d)} tokens, and the target's LM head has {vocab_size}: "
             "make one with this target's recipe by `eagle prepare --only draft-vocab`"
         )
-    tokens = t2d.nonzero()[:, 0].to(target_head.weight.device)
+    tokens = t2d.nonzero()[:, 0].to(target_head.weight.device)  # their ids
     head.bound_to = (narrow_packed(target_head, tokens),)
     head.drafts = tokens
 
 
 def _names_that_borrow() -> list[str]:
-    """Return the registered methods whose drafts have the logits of the target's LM head."""
+    """Return the names of the registered methods whose drafts have the logits of the target's LM head alone."""
     return [kind for kind, method in DRAFTERS.items() if getattr(method, "borrows_logits", False)]
 
 
 def _method_of_files(folder: Path) -> Any:
-    """Return the method that loads a folder of n-gram tables or a language model; None for a trained head."""
+    """Return the method that loads a folder of n-gram tables or a language model; None for a trained head.
+
+    ValueError for a kind that is unknown, and for links out of the folder. None also if the folder is not there.
+    """
     config: dict[str, Any] = {}
     if (folder / "config.json").is_file():
         config = _read_config(folder)
@@ -536,12 +602,12 @@ def _method_of_files(folder: Path) -> Any:
 
 
 def _names_stored_as(what: str) -> list[str]:
-    """Return the registered methods that are stored as a trained "head", as other "files", or as "nothing"."""
+    """Return the names of the methods that are stored in one way: as a trained "head", other "files", or "nothing"."""
     return [kind for kind, method in DRAFTERS.items() if method.stored_as == what]
 
 
 def _check_name(name: str) -> None:
-    """Refuse a drafter's name that is neither a folder nor of the form of a hub id, with one slash."""
+    """Raise ValueError for a drafter's name that is neither a folder nor of the form of a hub id, with one slash."""
     if not Path(name).is_dir() and name.count("/") != 1:
         without_files = _names_stored_as("nothing")
         raise ValueError(
@@ -551,7 +617,10 @@ def _check_name(name: str) -> None:
 
 
 def _split_names(name: Any) -> list[str]:
-    """Return the names of drafters in a list or in a string with commas; a Path is one name and may hold commas."""
+    """Return the names of drafters in a list or in a string with commas; a Path is one name and may hold commas.
+
+    ValueError for an empty name, and for what is no name.
+    """
     items = name
     if isinstance(name, str):
         items = name.split(",")

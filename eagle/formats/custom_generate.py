@@ -29,7 +29,7 @@ def generate(model, *args, **kwargs):
 
 
 def write_custom_generate(folder: str | Path) -> None:
-    """Write `custom_generate/generate.py` into a head's folder.
+    """Write `custom_generate/generate.py` into a head's folder; ValueError if there is no such folder.
 
     By it transformers' `model.generate(custom_generate=...)` decodes with the head, from the folder or from the hub.
     """

@@ -42,6 +42,7 @@ def export(
     is_replaced = check_replaceable(out)
     target = getattr(target_config, "name_or_path", "")
     folder = Path(head) if head else None
+    # the texts of README.md and provenance.json, by their names
     texts = compose_notes(layout, drafter, engine, out, head=folder, target=target)
     # the folder is made only now, so that a refused layout leaves none
     with lock_folder(out):
@@ -55,13 +56,16 @@ def export(
 
 
 def check_replaceable(out: Path) -> bool:
-    """Return whether a folder holds an earlier export; refuse one that holds anything else."""
+    """Return whether a folder holds an earlier export, which may be replaced; False if it is empty or not there.
+
+    ValueError if it holds anything else.
+    """
     if (out / "recipe.yaml").exists():
         raise ValueError(
             f"{out} holds a head of this project, which an export would overwrite: name another folder"
         )
     names = {path.name for path in out.iterdir()} if out.is_dir() else set()
-    # an export that was killed early leaves only its lock
+    # an export that was killed early leaves only its lock; a file in place of a folder is refused below
     if not names - {LOCK} and not out.is_file():
         return False
     try:

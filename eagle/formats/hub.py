@@ -36,7 +36,7 @@ OFFLINE = ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3")
 
 
 def check_name(name: str) -> str:
-    """Return a repository's name, which must be OWNER/NAME."""
+    """Return a repository's name unchanged; ValueError unless it is one that the hub allows, as OWNER/NAME."""
     if not NAME.fullmatch(name) or "--" in name or ".." in name:
         raise ValueError(
             f"{name!r} is no name on a hub: expected OWNER/NAME, of letters, digits, '-', '_' and '.'"
@@ -64,10 +64,19 @@ def push_to_hub(folder: str | Path, repo_id: str, private: bool = False) -> str:
 
 
 def send(upload: UploadPlan, repo_id: str, *, private: bool = False) -> str:
-    """Upload the files of a plan, creating the repository; what is there already is not sent again. Returns its URL."""
+    """Upload the files of a plan, creating the repository; what is there already is not sent again.
+
+    Args:
+        upload: The files, by their names in the repository.
+        repo_id: The repository, as OWNER/NAME, made if it is not there.
+        private: Whether a new repository is a private one; if not, the owner's default decides.
+
+    Returns:
+        The URL of the repository.
+    """
     api = HfApi()
     repo: dict[str, Any] = {"repo_id": repo_id, "repo_type": upload.repo_type}
-    # the hub's client uploads one folder, so gather links to the files in one
+    # the hub's client uploads one folder, so links to the files, and texts that the plan holds, are gathered in one
     with TemporaryDirectory() as staged, explaining_hub_errors(repo_id):
         for name, item in upload.files.items():
             path = Path(staged, name)
@@ -77,7 +86,7 @@ def send(upload: UploadPlan, repo_id: str, *, private: bool = False) -> str:
             else:
                 path.symlink_to(item.source.resolve())
         url = api.create_repo(**repo, private=private or None, exist_ok=True)
-        # shards before their index: if the upload is interrupted, no index on the hub names a missing shard
+        # a feature store: its shards go before their index, so that no index on the hub ever names a missing shard
         if "index.json" in upload.files:
             api.upload_folder(
                 **repo,
@@ -116,6 +125,12 @@ def _fetch_missing(repo_id: str, out: Path, revision: str | None, *, only_data: 
     """Fetch what a folder lacks of a repository, and move it there once every file has the checksum that the hub lists.
 
     Until then it lies in a folder beside, `OUT.part`, where a later call goes on.
+
+    Args:
+        repo_id: The repository, as OWNER/NAME.
+        out: The folder.
+        revision: A branch, a tag or a commit; None for the newest.
+        only_data: Whether to look for a dataset alone, and not for a model of that name first.
     """
     kinds = ["dataset"] if only_data else ["model", "dataset"]
     staging = out.absolute().with_name(f"{out.absolute().name}.part")
@@ -148,10 +163,12 @@ def _fetch_missing(repo_id: str, out: Path, revision: str | None, *, only_data: 
 
 
 def _refuse_differing(paths: list[str], staging: Path, out: Path, repo_id: str) -> None:
-    """Refuse fetched files whose bytes are not those that the hub lists; delete them, so that the next call retries.
+    """Delete fetched files whose bytes are not those that the hub lists, and raise ValueError if there are any.
+
+    The next call fetches them again.
 
     Args:
-        paths: These files, by their names in the repository; none if all are right.
+        paths: These files, by their names in the repository; empty if all are right.
         staging: The folder that they were fetched into.
         out: The folder that they were meant for.
         repo_id: The repository.
@@ -169,12 +186,15 @@ def _refuse_differing(paths: list[str], staging: Path, out: Path, repo_id: str) 
 def _list_files(
     repo_id: str, revision: str | None, kinds: list[str]
 ) -> tuple[str, str, dict[str, RepoFile]]:
-    """Return a repository's kind, its commit and its files by name.
+    """Ask the hub for a repository's files.
 
     Args:
         repo_id: The repository.
         revision: A branch, a tag or a commit.
         kinds: "model" and "dataset", or one of them: the first that exists under this name is taken.
+
+    Returns:
+        Its kind, the commit of the revision, and its files: name -> size and checksum.
     """
     api = HfApi()
     for kind in kinds:
@@ -185,6 +205,7 @@ def _list_files(
             # the hub answers 401 or 404 if there is no such repository, or only a private one: try the next kind
             if kind == kinds[-1] or _status(error) not in (401, 404):
                 raise
+    # of this commit, so that a push meanwhile changes nothing
     tree = api.list_repo_tree(repo_id, recursive=True, revision=commit, repo_type=kind)
     files = {entry.path: entry for entry in tree if isinstance(entry, RepoFile)}
     for path in files:
@@ -193,12 +214,16 @@ def _list_files(
             raise ValueError(
                 f"{repo_id} lists a file {path!r}, which would lie outside of a folder: it is not fetched"
             )
+    # the hub writes this file itself, for git
     files.pop(".gitattributes", None)
     return kind, str(commit), files
 
 
 def _list_missing(out: Path, files: dict[str, RepoFile], repo_id: str) -> list[str]:
-    """Return the files of a repository that a folder lacks; a folder that holds anything else is refused."""
+    """Return the names of a repository's files that a folder lacks.
+
+    ValueError if the folder holds anything else, or one of the files with other bytes.
+    """
     if not out.exists():
         return sorted(files)
     if not out.is_dir():
@@ -220,7 +245,12 @@ def _list_missing(out: Path, files: dict[str, RepoFile], repo_id: str) -> list[s
 
 
 def _is_same(path: Path, entry: Any) -> bool:
-    """Return whether a file has the bytes that the hub lists: by its sha256, or of a small file by git's checksum."""
+    """Return whether a file has the bytes that the hub lists: by its sha256, or of a small file by git's checksum.
+
+    Args:
+        path: The file on this machine; False if it is not there.
+        entry: What the hub lists of it, a `RepoFile`.
+    """
     if not path.is_file() or path.stat().st_size != entry.size:
         return False
     if entry.lfs is not None:
@@ -234,7 +264,14 @@ def _is_same(path: Path, entry: Any) -> bool:
 
 
 def _find_torn_shards(out: Path, files: dict[str, RepoFile]) -> Iterator[str]:
-    """Yield shards whose bytes do not have the checksum in the file SHARD.sha256, which was written with them."""
+    """Yield shards of a fetched feature store that were damaged before they were pushed.
+
+    Their bytes do not have the checksum in the file SHARD.sha256, which was written with them.
+
+    Args:
+        out: The folder with all files of the repository.
+        files: What the hub lists of them, by name.
+    """
     for name in files:
         if not name.endswith(".safetensors.sha256"):
             continue
@@ -253,7 +290,10 @@ def _find_torn_shards(out: Path, files: dict[str, RepoFile]) -> Iterator[str]:
 
 @contextmanager
 def explaining_hub_errors(repo_id: str) -> Iterator[None]:
-    """Turn errors of the hub, its client or the network into a ValueError that says what to do."""
+    """Turn errors in the `with` block, of the hub, its client or the network, into a ValueError that says what to do.
+
+    `repo_id` is the repository that the message names.
+    """
     try:
         yield
     except Exception as error:
@@ -291,7 +331,7 @@ def _status(error: BaseException) -> int | None:
 
 
 def _is_offline(error: BaseException) -> bool:
-    """Return whether an error means that the hub was not reached, as its package or its name tells."""
+    """Return whether an error means that the hub was not reached, by the package or the name of its class."""
     package = type(error).__module__.split(".")[0]
     is_named = type(error).__name__ in ("OfflineModeIsEnabled", "LocalEntryNotFoundError")
     return package in OFFLINE or isinstance(error, ConnectionError) or is_named

@@ -53,15 +53,16 @@ def dtype_of(drafter: TrainableDrafter) -> str:
 
 
 def llama_config(drafter: TrainableDrafter, target_config: TargetConfig, **more: Any) -> Config:
-    """Return the config of a head with Llama blocks, as all engines read it.
+    """Return the config.json of a head with Llama blocks, as all engines read it.
 
     Args:
         drafter: The head.
-        target_config: The target's config.
+        target_config: The target's config, from which the vocabulary and the special tokens are taken.
         more: Further keys, or other values of these.
     """
     shape = drafter.shape
     rope = rotary_of(shape)
+    # older configs state rope_theta beside the other rotary parameters, which they call rope_scaling
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
     return {
         "model_type": "llama",
@@ -101,7 +102,7 @@ def base_config(drafter: TrainableDrafter) -> Config:
 def check_family(
     drafter: TrainableDrafter, target_config: TargetConfig, families: tuple[str, ...], engine: str
 ) -> None:
-    """Refuse a target, or a head's attention, that a method's published code cannot load.
+    """Raise ValueError for a target, or a head's attention, that a method's published code cannot load.
 
     Args:
         drafter: The head.
@@ -128,7 +129,11 @@ def tensors_of(drafter: TrainableDrafter) -> dict[str, Tensor]:
 
 
 def embedding_of(drafter: TrainableDrafter, engine: str) -> Tensor:
-    """Return the token embeddings [V, H] that the head was trained on, in the dtype of its weights."""
+    """Return a copy of the target's embedding [V, H], as the head reads it, in the dtype of the head's weights.
+
+    V is the vocabulary, H the width. Rows are multiplied already where the target multiplies its embedding by a factor.
+    ValueError if the head is not bound to a target; `engine` is named in the message.
+    """
     if not drafter.bound_to:
         raise ValueError(
             f"{engine}: a copy of the target's embedding is part of this layout: call bind(target.head) first"
@@ -143,7 +148,17 @@ def embedding_of(drafter: TrainableDrafter, engine: str) -> Tensor:
 def output_of(
     drafter: TrainableDrafter, engine: str, advice: str = "no exporter has a layout for it"
 ) -> Tensor:
-    """Return the target's LM head [V, H], in the dtype of the head's weights; ValueError if no matrix is all of it."""
+    """Return a copy of the target's LM head, in the dtype of the head's weights; ValueError if no matrix is all of it.
+
+    Args:
+        drafter: The head, bound to its target.
+        engine: The engine's name, for messages.
+        advice: What messages advise if a matrix does not suffice.
+
+    Returns:
+        [V, H] with the vocabulary V and the width H; with only the rows of its draft tokens for a head that was bound
+        with a draft vocabulary.
+    """
     if not drafter.bound_to:
         raise ValueError(
             f"{engine}: the target's LM head is part of this layout: call bind(target.head) first"
@@ -162,7 +177,10 @@ def output_of(
 
 
 def scale_of(drafter: TrainableDrafter) -> float:
-    """Return the factor on the target's embedding rows, which engines do not apply when they draft."""
+    """Return the factor on the target's embedding rows, which engines do not apply when they draft.
+
+    It is 1 for most targets, and for a head that is not bound to a target.
+    """
     return drafter.target_head.scale if drafter.bound_to else 1.0
 
 
@@ -172,7 +190,10 @@ def has_attention(drafter: TrainableDrafter) -> bool:
 
 
 def rotary_of(shape: Any) -> Config:
-    """Return the rotary parameters of a head's config of sizes, without those of its target that it ignores."""
+    """Return the rotary parameters that a head computes with, by its config of sizes.
+
+    The config may hold others of its target, which the head ignores. `rope_type` is always among the result.
+    """
     rope = {
         key: value
         for key, value in shape.rope_parameters.items()
@@ -182,14 +203,14 @@ def rotary_of(shape: Any) -> Config:
 
 
 def check_fit(head: TrainableDrafter, target: Any, name: str) -> None:
-    """Refuse a head that does not fit a target: another width, another vocabulary, or taps beyond its last layer.
+    """Raise ValueError for a head that does not fit a target, by its width, vocabulary or the layers that it reads.
 
     Args:
-        head: The head.
+        head: The head; its `taps` are the target's layers whose inputs it reads.
         target: The target's config.
         name: What messages call the head.
     """
-    # a draft model reads nothing but tokens
+    # a draft model reads nothing of the target but tokens; a head reads states, or keys and values (`texts`)
     if not (head.taps or head.reads.texts):
         return
     advice = "name the target that its recipe.yaml names"
@@ -199,7 +220,7 @@ def check_fit(head: TrainableDrafter, target: Any, name: str) -> None:
             f"{name} was made for a target of width {shape.hidden_size} and {shape.vocab_size} tokens, this one has "
             f"{target.hidden_size} and {target.vocab_size}: {advice}"
         )
-    # taps count the inputs of layers
+    # the state behind the last layer is tap -1
     deepest = max(head.taps, default=-1)
     if deepest >= target.num_hidden_layers:
         raise ValueError(

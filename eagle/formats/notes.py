@@ -45,15 +45,17 @@ def compose_notes(
         # the parser returns None for an empty file
         recipe = _read_mapping(head / "recipe.yaml", lambda text: parse_yaml(text, "it") or {})
         provenance = _read_mapping(head / "provenance.json", json.loads)
-    # shares[i] of all drafts have their first i + 1 tokens accepted; validation may know more levels than the layout
+    # shares[i]: the share of all drafts of which the first i + 1 tokens are accepted. Validation may know more levels,
+    # the tokens of a chain in order, than the layout can draft.
     shares = chain_rates(provenance.get("validation", {}))[: layout.max_depth]
     depth, reason = _choose_depth(layout, drafter, shares)
     trained_on = _section(recipe, "target").get("path", "unknown")
     if trained_on == "unknown":  # `eagle import` writes the word
         trained_on = ""
-    base = trained_on or target
+    base = trained_on or target  # the target that the card names
     kind = _section(recipe, "drafter").get("kind", "unknown")
-    path = target or trained_on or "TARGET"
+    path = target or trained_on or "TARGET"  # the target in the commands
+    # a local folder: commands are run from anywhere
     if path != "TARGET" and Path(path).exists():
         path = str(Path(path).resolve())
     sections = [
@@ -82,12 +84,19 @@ def compose_notes(
 
 
 def _fill_placeholders(serve: str, depth: int, out: Path, path: str) -> str:
-    """Return the commands with their placeholders filled in.
+    """Return the guide to serving with the placeholders of its commands filled in.
 
     All are replaced in one pass, since a path that is filled in may hold the word of another placeholder.
+
+    Args:
+        serve: The layout's guide (Markdown).
+        depth: The number of draft tokens of a chain.
+        out: The folder of the export.
+        path: The target's path, or "TARGET" if it is unknown.
     """
     words = {
         "DEPTH": str(depth),
+        # of the tree: the draft tokens and the root
         "NODES": str(depth + 1),
         "HEAD": str(out.resolve()),
         "TARGET": path,
@@ -116,7 +125,7 @@ def _choose_depth(
 
     Args:
         layout: The layout, which may limit the number.
-        drafter: The head, which may have a tuned budget.
+        drafter: The head, which may have a tuned budget: the draft tree that measurements found to be the fastest.
         shares: The share of drafts of which the first 1, 2, ... tokens are accepted; empty if unknown.
     """
     depth = USUAL_DEPTH
@@ -125,6 +134,7 @@ def _choose_depth(
         depth = drafter.budget.depth
         reason = "the depth of the draft shape that `eagle measure --tune` found to be the fastest"
     elif shares:
+        # shares fall with the length, so this counts the first levels; a head drafts one token at least
         depth = max(sum(share >= MIN_KEPT_SHARE for share in shares), 1)
         share = shares[depth - 1]
         reason = (
@@ -134,6 +144,7 @@ def _choose_depth(
     # but no more than the layout can draft, and as many as one forward drafts anyway unless measurements say fewer
     if layout.max_depth is None:
         return depth, reason
+    # the first tokens of such a head change if it is asked for fewer
     if layout.fixed_length:
         return (
             layout.max_depth,
@@ -145,7 +156,11 @@ def _choose_depth(
 
 
 def _describe_template(recipe: dict[str, Any]) -> str:
-    """Return a sentence on the chat template of training and its arguments, which requests should repeat."""
+    """Return sentences on the chat template of training and its arguments, which requests should repeat.
+
+    Args:
+        recipe: The head's recipe.yaml; empty if it has none.
+    """
     data = _section(recipe, "data")
     # only `eagle import` writes this key
     tool = _section(recipe, "train").get("imported_from")
@@ -172,7 +187,7 @@ def _describe_acceptance(shares: list[float], head: Path | None) -> str:
 
     Args:
         shares: The share of drafts of which the first 1, 2, ... tokens are accepted; empty if unknown.
-        head: The head's folder, inside of its run's.
+        head: The head's folder, inside of its run's, which may hold measurements; None if there is no folder.
     """
     paragraphs = []
     if shares:
@@ -190,7 +205,12 @@ def _describe_acceptance(shares: list[float], head: Path | None) -> str:
 
 
 def _read_mapping(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
-    """Return the mapping in a file, an empty one where there is no file; ValueError with its name for anything else."""
+    """Return the mapping in a file, an empty one where there is no file; ValueError with its name for anything else.
+
+    Args:
+        path: The file.
+        parse: The parser of its text, of YAML or JSON.
+    """
     if not path.is_file():
         return {}
     try:
@@ -208,6 +228,6 @@ def _read_mapping(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
 
 
 def _section(recipe: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return a section of a recipe, empty where it has none."""
+    """Return a section of a recipe by its name, empty where the recipe has none."""
     section = recipe.get(name)
     return section if isinstance(section, dict) else {}

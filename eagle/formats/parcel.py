@@ -85,7 +85,9 @@ class UploadPlan:
     verbatim: set[str] = field(default_factory=set)
 
     def add(self, name: str, source: Path | bytes, why: str, root: Path | None = None) -> None:
-        """Add a file; a second file of the same name, a hollow file and a link that leads outside are refused.
+        """Add a file to `files`.
+
+        ValueError for a second file of the same name, a file without data on the disk, and a link that leads outside.
 
         Args:
             name: Its name in the repository.
@@ -102,7 +104,7 @@ class UploadPlan:
         self.files[name] = UploadFile(source, why)
 
     def add_folder(self, folder: Path, below: str, why: str) -> None:
-        """Add all files of a folder but hidden ones; links to folders are not followed.
+        """Add all files of a folder and its subfolders but hidden ones; links to folders are not followed.
 
         Args:
             folder: The folder.
@@ -119,7 +121,7 @@ class UploadPlan:
                 self.left_out[str(path)] = "is a link to no file, which is not followed"
 
     def leave(self, folder: Path) -> None:
-        """Note what is left out of a folder, hidden files apart, so that the user sees it."""
+        """Add to `left_out` what is in a folder and not uploaded, hidden files apart, so that the user sees it."""
         # a folder from which anything is uploaded is not listed as left out
         sent: set[Path] = set()
         for item in self.files.values():
@@ -131,6 +133,8 @@ class UploadPlan:
 
     def clean(self) -> UploadPlan:
         """Replace homes and addresses of servers in all text files that are not verbatim; refuse likely secrets.
+
+        The plan is changed, and the files on this machine are not.
 
         Returns:
             The plan itself.
@@ -145,11 +149,12 @@ class UploadPlan:
             # nothing is replaced in code
             if suffix != ".py":
                 texts[name] = text
-        # what one file shows to be private is replaced in all of them
+        # what one file shows to be private, in its settings, is replaced in all of them
         for name, text in texts.items():
             for key, value in _read_values(name, text):
                 self._note_private(key, value)
         home = str(self.home)
+        # a home of "/" is a part of every absolute path, and tells nothing
         if len(home) > 1:
             self.replacements[home] = "~"
         for name, text in texts.items():
@@ -157,7 +162,7 @@ class UploadPlan:
         return self
 
     def _note_private(self, key: str, value: str) -> None:
-        """Note what a value of some file tells that must be replaced: a home, or a server's address.
+        """Add to `replacements` what a value of some file tells that must be replaced: a home, or a server's address.
 
         Args:
             key: The value's key in the file.
@@ -180,9 +185,15 @@ class UploadPlan:
                 self.replacements[host] = "SERVER"
 
     def _replace_private(self, name: str, text: str) -> None:
-        """Replace the private words in one file, and note paths of this machine that it still names."""
+        """Replace the private words in one file of the plan, and note paths of this machine that it still names.
+
+        Args:
+            name: The file's name in the repository.
+            text: Its text; bytes that are no UTF-8 are in it as surrogates.
+        """
         # the longest first, since one home may be a part of another
         for word in sorted(self.replacements, key=len, reverse=True):
+            # not where it is a part of a longer name
             whole = re.compile(rf"(?<![\w.-]){re.escape(word)}(?![\w.-])")
             if whole.search(text):
                 text = whole.sub(self.replacements[word], text)
@@ -191,12 +202,14 @@ class UploadPlan:
             self.files[name] = UploadFile(
                 text.encode("utf-8", "surrogateescape"), self.files[name].why
             )
+        # absolute paths that exist here say something of this machine; the user is told of them
         paths = sorted({path for path in ABSOLUTE_PATH.findall(text) if _exists_here(path)})
         if paths:
             self.remaining_paths[name] = paths
 
 
 def _refuse_secrets(name: str, text: bytes) -> None:
+    """Raise ValueError if the contents of the file `name` hold what looks like a token, a key of an API or the like."""
     for what, pattern in SECRETS.items():
         if pattern.search(text):
             raise ValueError(
@@ -205,6 +218,7 @@ def _refuse_secrets(name: str, text: bytes) -> None:
 
 
 def _exists_here(path: str) -> bool:
+    """Return whether a path found in a text exists on this machine."""
     try:
         return Path(path).exists()
     except OSError:  # such as a name that is too long
@@ -252,12 +266,14 @@ def _flatten(key: str, values: Any) -> Iterator[tuple[str, str]]:
 def pack_head(folder: Path, name: str) -> UploadPlan:
     """Return the plan to upload a trained head, with its model card and the results in its run's folder.
 
+    ValueError if the head cannot be loaded.
+
     Args:
         folder: The head's folder.
         name: The repository, which the card names.
     """
     folder = folder.absolute()
-    # refuse a damaged head before others fetch it
+    # called to refuse a damaged head before others fetch it
     from_pretrained(folder)
     upload = UploadPlan("model", Path.home())
     for file in ON_HUB:
@@ -277,7 +293,7 @@ def pack_head(folder: Path, name: str) -> UploadPlan:
 
 
 def pack_export(folder: Path) -> UploadPlan:
-    """Return the plan to upload an exported head or a table of n-gram counts: its whole folder."""
+    """Return the plan to upload an exported head or a table of n-gram counts: all files of its folder."""
     upload = UploadPlan("model", Path.home())
     upload.add_folder(folder, "", "as it lies there")
     return upload

@@ -143,6 +143,7 @@ def json_alone(asked: bool) -> Iterator[Callable[[Any], None]]:
     out = sys.stdout
 
     def write(value: Any) -> None:
+        """Print a value as one line of JSON to the real stdout, if that was asked for."""
         if asked:
             print(json.dumps(as_json(value)), file=out, flush=True)
 
@@ -181,7 +182,7 @@ def describe_error(error: BaseException) -> str | None:
     """Return a sentence on an error that a user can mend (what was got, expected, and to be done); None for a bug."""
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, str) else None
-    # the outermost first
+    # the frames that the error passed, from the outermost to the one that raised it
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
     # a ValueError that this project raised has such a sentence already
     if isinstance(error, ValueError) and _package_of(frames[-1]) in OURS:
@@ -239,6 +240,7 @@ def first_line(error: object) -> str:
 
 
 def _package_of(frame: FrameType) -> str:
+    """Return the top-level package whose code runs in a frame, such as "transformers"."""
     return str(frame.f_globals.get("__name__", "")).split(".")[0]
 
 
@@ -302,18 +304,21 @@ def _note_interrupts(received: list[int]) -> Iterator[None]:
     timers: list[threading.Timer] = []
 
     def send_after(seconds: float) -> None:
+        """Send this process another SIGINT after some seconds."""
         timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))
         timer.daemon = True
         timer.start()
         timers.append(timer)
 
     def note(number: int, frame: FrameType | None) -> None:
+        """Handle SIGINT: note it, and raise KeyboardInterrupt as Python does."""
         received.append(number)
         # an extension module that is being imported may swallow what is raised here, so it comes again
         send_after(LOST_AFTER)
         signal.default_int_handler(number, frame)
 
     def send_again(lost: sys.UnraisableHookArgs) -> None:
+        """Send SIGINT again if a KeyboardInterrupt was dropped; leave other errors to the hook from before."""
         # Python drops what is raised in a `__del__`, and calls this hook: it comes again once that has returned
         if issubclass(lost.exc_type, KeyboardInterrupt):
             send_after(0.01)
@@ -437,10 +442,12 @@ class ProgressLines:
         self.thread = threading.Thread(target=self._print_regularly, daemon=True)
 
     def __enter__(self) -> ProgressLines:
+        """Start the thread that prints a line a minute."""
         self.thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        """End that thread, and print the last line."""
         self.ended.set()
         self.thread.join()
         self._print()
@@ -463,10 +470,12 @@ class ProgressLines:
         return ", ".join(facts)
 
     def _print_regularly(self) -> None:
+        """Print a line every `every` seconds until the block ends; a thread runs this."""
         while not self.ended.wait(self.every):
             self._print()
 
     def _print(self) -> None:
+        """Print a line now."""
         print(self.describe(), file=self.out, flush=True)
 
 
@@ -525,8 +534,8 @@ class Metrics:
     def __init__(self, path: Path, *, before: int = 0) -> None:
         """Open a file to append to it.
 
-        Rows of the step `before` and later ones are removed, as a run that resumes there writes them again. The removed
-        lines are kept in `dropped`.
+        Rows of the training step `before` and later ones are removed, as a run that resumes there writes them again.
+        The removed lines are kept in `dropped`. With 0 the file begins anew.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         lines = []
@@ -541,7 +550,7 @@ class Metrics:
         self.file: TextIO = path.open("a")
 
     def write(self, **row: Any) -> None:
-        """Append a row."""
+        """Append a row of figures by name, among them its training step as `step`."""
         self.file.write(json.dumps(row) + "\n")
         self.file.flush()
 

@@ -320,6 +320,7 @@ class EvalSection(Section):
     @field_validator("batch_size", mode="before")
     @classmethod
     def _as_sizes(cls, value: Any) -> Any:
+        """Return a single batch size as a tuple of one; pydantic checks any other value."""
         return (value,) if isinstance(value, int) else value
 
 
@@ -433,7 +434,7 @@ def _explain(model: type[BaseModel], mistake: Any, source: str) -> str:
         # pydantic puts this prefix before the message of a validator of this project
         reason = mistake["msg"].removeprefix("Value error, ")
         return f"{source}: {path}: got {_shorten(mistake['input'])}; {reason}"
-    # follow the path to the section that holds the unknown key
+    # `loc` is the path of keys to the unknown one: follow it to the section that holds it
     owner: Any = model
     for key in mistake["loc"][:-1]:
         owner = type_of_key(owner, key)
@@ -468,6 +469,7 @@ def type_of_key(owner: Any, key: Any) -> Any:
         owner: The class of a section, or a type `dict[str, X]`, under whose every key is an X.
         key: The key.
     """
+    # the arguments of a dict type are those of its keys and of its values
     is_mapping = get_origin(owner) is dict
     annotation = get_args(owner)[1] if is_mapping else owner.model_fields[key].annotation
     if get_origin(annotation) is dict:
@@ -502,6 +504,7 @@ def check_code(values: dict[str, Any], path: Path, overridden: Iterable[str]) ->
     if not is_beside_head or Trust.in_recipes:
         return
     for key, value in list_code(values):
+        # what the user names on the command line is his own choice, and so are the keys below it
         if any(key == prefix or key.startswith(f"{prefix}.") for prefix in overridden):
             continue
         raise ValueError(

@@ -42,7 +42,7 @@ class RecipeParser(argparse.ArgumentParser):
         super().error(message)
 
     def _overrides_for(self, option: str) -> Iterator[str]:
-        """Yield the overrides that an unknown option may mean.
+        """Yield the overrides `section.key=value` of a recipe that an unknown option may mean.
 
         `--lr 1e-3`, `--train.lr=1e-3` and `--learning-rate 1e-3` (a name of other trainers) all mean `train.lr=1e-3`.
         """
@@ -140,7 +140,7 @@ def parse_train(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--estimate", action=ProgramOption, nargs=0, help="compute memory, disk and hours"
     )
-    # the parser requires a recipe: "" stands for a missing one
+    # the parser takes the first word for the recipe: "" stands for a missing one
     args = parser.parse_intermixed_args(argv if has_recipe else ["", *argv])
     args.recipe = args.recipe or None
     return args

@@ -24,8 +24,9 @@ def parse_yaml(text: str | bytes, source: str) -> Any:
     """
     try:
         values = yaml.safe_load(text)
-        # a few lines of references to references can stand for billions of values (a "billion laughs" attack)
-        count_values(values, {})
+        # a few lines of references to references can stand for billions of values (a "billion laughs" attack); called
+        # for its refusal
+        count_values(values, counts={})
     except RecursionError:
         raise ValueError(f"{source} is no YAML that can be read: it is nested too deeply") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -41,7 +42,7 @@ def count_values(values: Any, counts: dict[int, int | None]) -> int:
     Args:
         values: Mappings, lists and scalars.
         counts: The count of every container that was visited, by its id; None for one that is being counted now. It
-            saves counting a container again for every reference to it.
+            saves counting a container again for every reference to it, and is filled here.
     """
     if not isinstance(values, dict | list):
         return 1
@@ -84,6 +85,7 @@ def lay_over(values: dict[str, Any], override: str) -> None:
         # an override may hold the password of a server, which no message may show
         raise ValueError(f"override {hide_users(override)!r}: expected key.sub=value")
     *parents, last = key.split(".")
+    # go down to the section of the last key
     for parent in parents:
         values = values.setdefault(parent, {})
         if not isinstance(values, dict):

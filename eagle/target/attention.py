@@ -35,6 +35,11 @@ def grouped_attention(
     """Scaled dot-product attention for grouped queries that does not repeat keys and values for each query head.
 
     transformers' sdpa repeats them. Here the G * N queries that share a key/value head are the rows of one product.
+    There are B sequences, N new tokens, S cached and new tokens, and H query heads of width D, of which G = H / K share
+    each of K key/value heads.
+
+    Returns:
+        The output [B, N, H, D], and None for attention weights.
     """
     sequences, heads, count, width = query.shape
     groups = heads // key.shape[1]
@@ -76,11 +81,14 @@ def _attend_by_products(
     They take 0.6 to 0.9 ms a token less than the fused kernel at 3,000 tokens and 12 layers.
 
     Args:
-        rows: [B, K, G * N, D], the queries of each key/value head.
-        key: [B, K, S, D].
+        rows: [B, K, G * N, D], of B sequences the N queries of the G query heads that share each of K key/value heads.
+        key: [B, K, S, D], of S cached and new tokens.
         value: [B, K, S, D].
         mask: [B, 1, G * N, S], added to the scores; None for none.
         scale: of the products.
+
+    Returns:
+        [B * K, G * N, D].
     """
     scores = torch.bmm(rows.flatten(0, 1) * scale, key.flatten(0, 1).transpose(1, 2))
     if mask is not None:
@@ -108,7 +116,16 @@ def observed_attention(
     *args: Any,
     **options: Any,
 ) -> Any:
-    """Attention function that shows queries and keys to the observer of `observing`, then calls the model's own."""
+    """Attention function that shows queries and keys to the observer of `observing`, then calls the model's own.
+
+    Args:
+        module: the attention module of a layer.
+        query: [B, H, N, D], rotated, of N new tokens of B sequences, for H heads of width D.
+        key: [B, K, S, D], rotated, of S cached and new tokens, for K key/value heads.
+        args: passed on.
+        options: passed on.
+    """
+    # the name of the model's own function, and the observer
     name, observe = OBSERVER.get()
     scale = options.get("scaling") or query.shape[-1] ** -0.5
     observe(vars(module)["layer_idx"], query, key, scale)
@@ -127,7 +144,9 @@ def can_observe(model: Any, settings: dict[str, Any]) -> bool:
 def observing(settings: dict[str, Any], observe: Observe) -> Iterator[None]:
     """A context in which `observe` receives the queries and keys of a model's attention, which runs as usual.
 
-    `settings` are the attributes of the config that the model reads.
+    Args:
+        settings: the attributes of the config that the model reads, which are changed in the context.
+        observe: called with a layer's index, its queries, its keys and the scale of their product.
     """
     name = settings[ATTENTION_KEY]
     token = OBSERVER.set((name, observe))
@@ -164,7 +183,7 @@ PLAIN_KINDS = {"any", "full_attention", "sliding_attention"}
 
 
 def layer_kinds(config: Any) -> list[str]:
-    """Return the types of a model's layers; "any" where its config names none."""
+    """Return the distinct types of a model's layers, such as "full_attention"; "any" where its config names none."""
     return sorted(set(getattr(config, "layer_types", None) or ["any"]))
 
 
@@ -178,6 +197,7 @@ def layer_windows(config: Any) -> dict[str, int | None]:
     """Return the sliding window in tokens of each layer type with attention, None for one without a limit."""
     windows: dict[str, int | None] = {}
     for kind in layer_kinds(config):
+        # layers with a recurrent state or without any mixing of tokens do not attend
         if not STATEFUL_KINDS.search(kind):
             windows[kind] = window_of(config) if WINDOWED_KINDS.search(kind) else None
     return windows
@@ -203,13 +223,14 @@ def attention_limits(config: Any) -> set[int]:
         if not LIMIT_NAMES.search(name):
             continue
         values = value.values() if isinstance(value, dict) else [value]
-        counts = [count for count in values if type(count) is int]
+        counts = [count for count in values if type(count) is int]  # without bools
         if BLOCK_NAMES.search(name):
             blocks += counts
         if "topk" in name:
             budgets += counts
         else:
             limits += counts
+    # a budget may count blocks, whose sizes differ by layer, or tokens if no key names a size
     block = min(blocks, default=1)
     return {*limits, *(budget * block for budget in budgets)}
 
@@ -224,7 +245,7 @@ def near_limits(model: Any, config: Any, near: int) -> Iterator[bool]:
 
     A short trial then shows how the model reads beyond them. It yields whether the model has any.
     """
-    far = {}
+    far = {}  # by name, the limits to lower
     for name, value in vars(config).items():
         if FAR_NAMES.search(name) and type(value) is int and value > near:
             far[name] = value
@@ -256,6 +277,7 @@ class MasksByKind(dict[str, Any]):
         self.make = make
 
     def __missing__(self, kind: str) -> Any:
+        """Return the mask of a layer type that the config does not list, and keep it; None if it has no attention."""
         mask = None if STATEFUL_KINDS.search(kind) else self.make(kind)
         self[kind] = mask
         return mask
@@ -265,6 +287,7 @@ def query_groups(config: Any) -> int:
     """Return the number of query heads that share one key-value head."""
     config = typical_config(config, ("num_attention_heads", "num_key_value_heads"))
     heads = config.num_attention_heads
+    # without a number of key/value heads, each query head has its own
     return heads // (getattr(config, "num_key_value_heads", None) or heads)
 
 
@@ -278,14 +301,18 @@ class Masks:
             model: the model, which gives dtype and device.
             config: its text config.
             grouped: whether the model runs `grouped_attention`, which needs no mask for one token or a causal prompt.
-            as_rows: whether a grouped mask is repeated for the queries of a group, which are rows of one product.
+            as_rows: whether a grouped mask is repeated for the query heads that share a key/value head, as their
+                queries are rows of one product.
         """
         self.dtype = model.dtype
         self.device = device_of(model.get_input_embeddings())
-        self.windows = layer_windows(config)
+        self.windows = layer_windows(config)  # by layer type, in tokens; None for none
+        # of layer types that the config does not list
         self.window = window_of(config)
         self.chunk = getattr(config, "attention_chunk_size", None)
+        # layer types without attention
         self.maskless = [kind for kind in layer_kinds(config) if kind not in self.windows]
+        # whether all layer types attend, and their masks have no more than a window
         self.is_plain = not self.maskless and PLAIN_KINDS.issuperset(self.windows)
         self.grouped = grouped
         self.groups = query_groups(config) if grouped and as_rows else 1
@@ -306,11 +333,17 @@ class Masks:
             positions: [B, R], of the uncommitted tokens.
             tree_mask: [B, N, R], which of the R each of the last N attends to; None for a chain of R new tokens.
             columns: [B, max(starts) or more], the positions of the committed columns; None if they are in order.
+
+        Returns:
+            [B, 1, G * N, S], 0 or the lowest number, for S = max(starts) + R columns, or such masks by layer type. G is
+            the number of query heads that share a key/value head where their queries are rows of one product, else 1.
+            [1, 1, 1, 1] if the kernel needs no mask; None if no layer attends.
         """
         count = positions.shape[1]
         is_level = min(starts) == max(starts)
         # the kernel needs no mask for one new token in each row, or for causal prompts without earlier columns
         if self.grouped and is_level and (count == 1 or (tree_mask is None and starts[0] == 0)):
+            # `reach` is a layer type's window and chunk, which hide nothing here
             return self.unmasked if self.is_plain else self._by_kind(lambda *reach: self.unmasked)
         if tree_mask is None:
             tree_mask = torch.ones(1, count, count, dtype=torch.bool).tril()
@@ -318,11 +351,11 @@ class Masks:
         if not self.is_plain:
             return self._by_kind(make)
         # a model with one type of layers takes a mask, and others take a dict by type
-        masks = {kind: make(window, None) for kind, window in self.windows.items()}
+        masks = {kind: make(window, chunk=None) for kind, window in self.windows.items()}
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
     def _by_kind(self, make: Callable[[int | None, int | None], Tensor]) -> MasksByKind | None:
-        """Return masks by layer type; None where no layer attends.
+        """Return masks by layer type; None where no layer type attends.
 
         Args:
             make: returns the mask for a window and a chunk, each a number of tokens or None.
@@ -331,6 +364,7 @@ class Masks:
         make = cache(make)
 
         def mask_of(kind: str) -> Tensor:
+            """Return the mask of a layer type; one that the config does not list has a window by its name."""
             window = self.windows.get(kind, self.window if WINDOWED_KINDS.search(kind) else None)
             return make(window, self.chunk if "chunk" in kind else None)
 
@@ -348,6 +382,9 @@ class Masks:
     ) -> Tensor:
         """Return [B, 1, G * N, S]: 0 where a new token attends to a column, the lowest number where it does not.
 
+        There are B sequences, N new tokens, S = max(starts) + R columns, and G copies for the query heads that share a
+        key/value head (1 if their queries are not rows of one product).
+
         Args:
             starts: the committed columns of each sequence.
             positions: [B, R], of the uncommitted tokens.
@@ -357,7 +394,7 @@ class Masks:
             chunk: the number of positions of a chunk, beyond which nothing is attended to; None for none.
         """
         lowest = torch.finfo(self.dtype).min
-        _, count, new = tree_mask.shape
+        _, count, new = tree_mask.shape  # N and R
         hidden = ~upload(tree_mask, self.device)
         mask = torch.zeros(
             len(starts),
@@ -395,11 +432,11 @@ def place_columns(
     positions: Tensor,
     committed: Tensor | None = None,
 ) -> Tensor:
-    """Return [B, S], the position of every column, committed ones and new ones.
+    """Return [B, S], the position of every column (a token in the cache) of B sequences, committed ones and new ones.
 
     Args:
         starts: the number of committed columns of each sequence.
-        positions: [B, R], of the new columns, which come right after them.
+        positions: [B, R], of the R new columns, which come right after them; S is max(starts) + R.
         committed: [B, ..], positions of the committed columns; None: in order.
     """
     new = positions.shape[1]

@@ -48,8 +48,8 @@ def borrow_head(
         model: the target's model.
         layers: its embedding and LM head, with plain matrices.
         tokens: [1, T], some tokens.
-        first: [T, D], the first layer's input at these; None if it is unknown.
-        last: [T, D'], the base model's output at these.
+        first: [T, D], the first layer's input of width D at these T tokens; None if it is unknown.
+        last: [T, D'], the base model's output at these, whose width D' may be another one.
 
     Raises:
         ValueError: if neither gives the model's logits.
@@ -73,6 +73,7 @@ def borrow_head(
             f"{head.weight.dtype}, as under autocast, expected those of the model by itself, by which trees are read. "
             "Load it in the lower precision (dtype=...) and leave the wrapper out, or put autocast around the call"
         )
+    # the LM head is one matrix product with the config's scales
     if last.shape[-1] == head.weight.shape[1] and is_close(head.logits(last), expected):
         return head
     # the head transforms states before its matrix
@@ -101,9 +102,10 @@ def _embed_scale(config: Any, embedded: Tensor, first: Tensor | None) -> float:
 
     Args:
         config: the target's text config.
-        embedded: [T, D], the embeddings of some tokens.
+        embedded: [T, D], the embeddings of T tokens.
         first: [T, D], the first layer's input at these; None if it is unknown.
     """
+    # the factors that models use: none, a config's own, or the root of the width as in Gemma
     if first is not None:
         for scale in (1.0, getattr(config, "embedding_multiplier", 1.0), config.hidden_size**0.5):
             if is_close(first, embedded * scale):
@@ -119,7 +121,7 @@ def _logit_scale(config: Any) -> float:
 
 
 def is_close(got: Tensor, expected: Tensor) -> bool:
-    """Return whether two tensors differ only by rounding in their precision."""
+    """Return whether two tensors differ only by rounding: by a share of the norm that `expected`'s dtype decides."""
     if got.shape != expected.shape:
         return False
     tolerance = 1e-4 if expected.dtype in (torch.float32, torch.float64) else 2e-2
@@ -128,7 +130,10 @@ def is_close(got: Tensor, expected: Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Borrowed:
-    """A target of which only the text config, the embedding and the LM head are loaded, for training on a store."""
+    """A target of which only the text config, the embedding and the LM head are loaded, for training on a store.
+
+    The feature store holds the target's hidden states, so that the layers are not needed.
+    """
 
     config: Any
     head: TargetHead
@@ -143,6 +148,11 @@ class Borrowed:
 def save_borrowed(folder: str | Path, head: TargetHead, config: Any) -> dict[str, str]:
     """Write a target's embedding, LM head and config beside a feature store, so that training need not load the target.
 
+    Args:
+        folder: the store's.
+        head: the target's embedding and LM head.
+        config: its text config.
+
     Returns:
         Checksums by file name; {} if nothing was written, as plain matrices do not give the head's logits.
     """
@@ -153,6 +163,7 @@ def save_borrowed(folder: str | Path, head: TargetHead, config: Any) -> dict[str
         )
         return {}
     tensors, scales = _split_head(head)
+    # a config of a type unknown to transformers could not be read back
     if config.model_type not in CONFIG_MAPPING or not _reproduce_head(tensors, scales, head):
         return {}
     # the scales are one entry: safetensors writes several in any order, and the file's checksum would differ
@@ -162,7 +173,7 @@ def save_borrowed(folder: str | Path, head: TargetHead, config: Any) -> dict[str
 
 
 def load_borrowed(folder: str | Path, device: str = "cpu") -> Borrowed:
-    """Read what `save_borrowed` wrote into a folder."""
+    """Read the embedding, the LM head and the config that `save_borrowed` wrote into a folder."""
     with open_tensors(Path(folder) / HEAD) as file:
         tensors = {name: file.get_tensor(name).to(device) for name in file.keys()}  # noqa: SIM118, it is no dict
         scales = json.loads(file.metadata()["scales"])
@@ -176,11 +187,14 @@ def target_config(
     *,
     trust_remote_code: bool = False,
 ) -> Any:
-    """Return the text config of a target, without loading its weights."""
+    """Return the text config of a target, without loading its weights.
+
+    `path` is a folder, a hub id or a GGUF file, which is unpacked first.
+    """
     config = AutoConfig.from_pretrained(
         model_folder(path, revision), revision=revision, trust_remote_code=trust_remote_code
     ).get_text_config()
-    # not the folder that the file was unpacked into
+    # heads record the file that the user named, not the folder that it was unpacked into
     if is_gguf(path):
         config.name_or_path = path
     return config
@@ -208,7 +222,7 @@ def is_local_model(path: str, revision: str | None = None) -> bool:
 
 
 def _split_head(head: TargetHead) -> tuple[dict[str, Tensor], dict[str, float | None]]:
-    """Return the matrices and the scales of a head, as `save_borrowed` writes them."""
+    """Return the matrices of a head, and its scales by their names in `TargetHead`, for `save_borrowed`."""
     embedding = head.embedding.get_parameter("weight")
     bias = getattr(head.output, "bias", None)
     tensors = {"embedding": embedding.data}
@@ -218,15 +232,18 @@ def _split_head(head: TargetHead) -> tuple[dict[str, Tensor], dict[str, float | 
     if bias is not None:
         tensors["bias"] = bias.data
     scales = {name: getattr(head, name) for name in SCALES}
+    # `scale` is the whole factor on embeddings: the embedding module may apply a part of it by itself, and only its
+    # matrix is written
     return tensors, {**scales, "embed_scale": head.scale}
 
 
 def _build_head(tensors: dict[str, Tensor], scales: dict[str, Any]) -> TargetHead:
-    """Return a head made of the matrices and scales of `_split_head`."""
+    """Return a head made of the matrices and scales that `_split_head` returns."""
     embedding = nn.Embedding.from_pretrained(tensors["embedding"])
     weight = tensors.get("output", tensors["embedding"])
     # made on the meta device, without memory, as its parameters are replaced
     output = nn.Linear(weight.shape[1], weight.shape[0], bias="bias" in tensors, device="meta")
+    # without a matrix of its own the LM head is tied to the embedding
     output.weight = embedding.weight
     if "output" in tensors:
         output.weight = nn.Parameter(weight, requires_grad=False)
@@ -240,7 +257,13 @@ def _reproduce_head(tensors: dict[str, Tensor], scales: dict[str, Any], head: Ta
     """Return whether plain matrices and scales give the head's embeddings and logits, by a trial on some tokens.
 
     They do not if the head is quantised, offloaded, or transforms states.
+
+    Args:
+        tensors: as `_split_head` returns them.
+        scales: as `_split_head` returns them.
+        head: the target's head, which they must reproduce.
     """
+    # offloaded or quantised
     if any(tensor.is_meta or tensor.dtype not in PLAIN for tensor in tensors.values()):
         return False
     plain = _build_head(tensors, scales)
@@ -248,6 +271,7 @@ def _reproduce_head(tensors: dict[str, Tensor], scales: dict[str, Any], head: Ta
     head = replace(head, width=None)
     tokens = torch.arange(min(64, len(tensors["embedding"])))
     embedded = head.embed(tokens.to(tensors["embedding"].device))
+    # embeddings serve as arbitrary states
     hidden = embedded.to(head.weight.device)
     expected = head.logits(hidden)
     # kernels may round differently; a missing scale or transform differs by far more

@@ -50,7 +50,8 @@ class TreeCache(RowCache, Cache):
         self.states: SequenceStates | None = None
         if mixers and mixers.mixers:
             self.states = SequenceStates()
-        # every layer could have keys and values: a model's own cache has them where it attends
+        # every layer could have keys and values: a model's own cache has them where it attends. Buffers without writes
+        # take no memory
         layers: list[Any] = [_Layer(self) for _ in range(num_layers)]
         for layer_index, number_of_states in (stateful or {}).items():
             layers[layer_index] = _MixedLayer(self, number_of_states)
@@ -71,10 +72,10 @@ class TreeCache(RowCache, Cache):
         """Let the next forward write to these cache rows, as in `RowCache`.
 
         Args:
-            cache_rows: the cache rows that the forward writes to.
-            starts: the first column of each; None: after the committed ones.
-            sizes: the number of new tokens of each without padding; None: there is no padding. States need it, for
-                padding would enter them.
+            cache_rows: the cache rows (one for each sequence) that the forward writes to.
+            starts: the first column (one for each token) of each; None: after the committed ones.
+            sizes: the number of new tokens of each without padding; None: there is no padding. Recurrent states need
+                it, for padding would enter them.
             commits: whether the tokens are committed as they are read, as those of a prompt.
         """
         super().set_write_offset(cache_rows, starts)
@@ -83,7 +84,9 @@ class TreeCache(RowCache, Cache):
 
     @property
     def position_ids(self) -> Tensor:
-        """[3, B, S], the positions of earlier columns, which some models read from their cache.
+        """[3, B, earlier columns], positions of the columns before the new ones, which some models read from a cache.
+
+        There are three for each token of the B sequences, in time, height and width, and they are equal for text.
 
         Those models store positions here before transformers 5.21. Assignments are ignored, as the positions of
         rejected drafts would stay.
@@ -96,7 +99,7 @@ class TreeCache(RowCache, Cache):
 
     @position_ids.setter
     def position_ids(self, positions: Tensor) -> None:
-        pass
+        """Ignore what the model stores, as `position_ids` says."""
 
     @contextmanager
     def reading(
@@ -110,7 +113,7 @@ class TreeCache(RowCache, Cache):
 
         Args:
             mixers: the model's modules that keep recurrent states.
-            tree_mask: [B, new, width], the nodes that each new node attends to; None for a chain.
+            tree_mask: [B, new, width], of B sequences the nodes that each new node attends to; None for a chain.
             new: the number of nodes that the forward reads.
             width: the number of all uncommitted nodes; the first `width - new` were read by earlier forwards.
         """
@@ -139,7 +142,12 @@ class TreeCache(RowCache, Cache):
         paths: Mapping[int, Sequence[int]],
         counts: Mapping[int, int] | None = None,
     ) -> None:
-        """Commit columns as in `RowCache.keep`, and the recurrent states after them."""
+        """Commit the accepted columns of the last forward as in `RowCache.keep`, and the recurrent states after them.
+
+        Args:
+            paths: by cache row the columns to keep, in their new order, counted from its first uncommitted column.
+            counts: by cache row how many of them are committed; the rest move up after those. None: all.
+        """
         if self.states is not None:
             if counts is None:
                 counts = {cache_row: len(path) for cache_row, path in paths.items()}
@@ -152,26 +160,35 @@ class TreeCache(RowCache, Cache):
         super().keep(paths, counts)
 
     def swap(self, first: int, second: int) -> None:
+        """Exchange the contents of two cache rows, with their recurrent states."""
         super().swap(first, second)
         if self.states is not None:
             self.states.swap(first, second)
 
     def clear(self, cache_row: int) -> None:
+        """Empty a cache row, fill it with zeros, and drop its recurrent states."""
         super().clear(cache_row)
         if self.states is not None:
             self.states.cut(cache_row, 0)
 
     def copy(self, source: int, target: int) -> None:
+        """Copy a cache row's committed columns and recurrent states into another cache row."""
         super().copy(source, target)
         if self.states is not None:
             self.states.copy(source, target)
 
     def reserve(self, cache_rows: int, columns: int, most: int | None = None) -> None:
-        """Reserve cache rows and columns as in `RowCache`, and make the recurrent states fit."""
+        """Reserve cache rows (sequences) and columns (tokens of each), and make the recurrent states fit.
+
+        Args:
+            cache_rows: the number of cache rows.
+            columns: the number of columns of each.
+            most: how many cache rows times columns may stay allocated; None: twice those that are reserved.
+        """
         super().reserve(cache_rows, columns, most)
         if self.states is not None:
             self.states.resize(len(self.lengths))
-            # a sequence that was cut may have no state at its new end: cut it where it has one
+            # a sequence that was cut may have no state at its new end: cut it to the longest prefix that has one
             self.lengths = [
                 self.states.reusable(cache_row, length)
                 for cache_row, length in enumerate(self.lengths)
@@ -185,7 +202,10 @@ class TreeCache(RowCache, Cache):
         return length if self.states is None else self.states.reusable(cache_row, length)
 
     def measure(self) -> None:
-        """Store the bytes of the first sequence's states and of a column on the mixers, which later caches read."""
+        """Store the bytes of the first sequence's states and of a column on the mixers, where later caches read them.
+
+        A column is what is cached for one token; mixers are the modules that keep recurrent states.
+        """
         if self.mixers is not None and self.states is not None:
             self.mixers.state_bytes = self.states.state_bytes(0)
             self.mixers.column_bytes = self.column_bytes
@@ -193,10 +213,12 @@ class TreeCache(RowCache, Cache):
     def state_columns(self, columns: int) -> int:
         """Return how many columns take as much memory as the recurrent states of a sequence with `columns` columns.
 
-        The cache's limit is in columns, so states must be counted as columns.
+        The cache's limit is in columns (one for each token), so states must be counted as columns.
         """
+        # 0: a model without states, or one whose states and columns have not been measured
         if self.mixers is None or not self.mixers.column_bytes:
             return 0
+        # states are held at the end, after the prompt and at some lengths between
         state_bytes = count_states(columns) * self.mixers.state_bytes
         # rounded up
         return -(-state_bytes // self.mixers.column_bytes)
@@ -244,7 +266,10 @@ class TreeCache(RowCache, Cache):
 
 
 class _Layer(CacheLayerMixin):
-    """One layer's keys and values. Sliding layers keep all columns too; their mask applies the window."""
+    """One layer's keys and values, with the methods that the models of transformers call.
+
+    Sliding layers keep all columns too; their mask applies the window.
+    """
 
     is_sliding = False
     is_croppable = True
@@ -259,7 +284,7 @@ class _Layer(CacheLayerMixin):
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing: rows allocate themselves."""
+        """Do nothing: buffers allocate themselves at their first write."""
 
     def update(
         self,
@@ -268,18 +293,32 @@ class _Layer(CacheLayerMixin):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
-        """Write new keys and values [B, X, N, D]; return those of all columns [B, X, S, D], which are attended to."""
+        """Write new keys and values; return those of all columns, which the new tokens attend to.
+
+        Args:
+            key_states: [B, X, N, D], of N new tokens of B sequences, for X heads of width D.
+            value_states: [B, X, N, D].
+            args: unused.
+            kwargs: unused.
+
+        Returns:
+            Keys and values [B, X, S, D], of S columns up to the last new one of the longest sequence.
+        """
         return self.key_buffer.write(key_states), self.value_buffer.write(value_states)
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
-        """Write the keys [B, N, D] by which a sparse attention picks its columns; return all of them, [B, S, D]."""
+        """Write the keys [B, N, D] of new tokens by which a sparse attention picks its columns; return all [B, S, D].
+
+        B are sequences, N new tokens, and S all columns up to the last new one.
+        """
         if self.indexer_buffer is None:
             self.indexer_buffer = self.owner.add()
+        # a buffer has an axis of heads, here of one
         return self.indexer_buffer.write(indexer_key_states[:, None])[:, 0]
 
     @property
     def buffers(self) -> list[CacheBuffer]:
-        """The buffers of the layer."""
+        """The buffers of the layer: keys, values, and the keys of a sparse attention's indexer once there are any."""
         buffers = [self.key_buffer, self.value_buffer]
         if self.indexer_buffer is not None:
             buffers.append(self.indexer_buffer)
@@ -296,7 +335,7 @@ class _Layer(CacheLayerMixin):
         return max(self.owner.starts)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, Any]:
-        """Return the number of columns with the new ones, and the offset of their positions.
+        """Return the number S of columns with the new ones, and the offset of their positions.
 
         The offset is 0, or for a model that computes positions from it, what to add to `arange(S)`.
         """
@@ -307,14 +346,18 @@ class _Layer(CacheLayerMixin):
 
     @property
     def indexer_position_ids(self) -> Tensor | None:
-        """[3, B, S], the positions of earlier columns, which some models read here; assignments are ignored."""
+        """[3, B, earlier columns], positions in time, height and width, which some models read here; None without any.
+
+        Assignments are ignored, as the positions of rejected drafts would stay.
+        """
         return None if self.owner.token_positions is None else self.owner.token_positions.earlier
 
     @indexer_position_ids.setter
     def indexer_position_ids(self, positions: Tensor) -> None:
-        pass
+        """Ignore what the model stores, as `indexer_position_ids` says."""
 
     def get_max_length(self) -> int:
+        """Return -1, which tells transformers that there is no limit."""
         return -1
 
 
@@ -322,6 +365,7 @@ class _MixedLayer(_Layer, LinearAttentionLayer):
     """A layer with keys and values and with recurrent states; the states lie in copies of it, one for each run."""
 
     def __init__(self, owner: TreeCache, number_of_states: int) -> None:
+        """Make an empty layer of the cache `owner`; a module keeps this number of recurrent states in it."""
         LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
         _Layer.__init__(self, owner)
 
@@ -332,6 +376,7 @@ class _MixedLayer(_Layer, LinearAttentionLayer):
 def stateful_layers(config: Any) -> dict[int, int]:
     """Return by layer index the number of recurrent states that a model's own cache keeps, for layers that keep any."""
     counts = {}
+    # transformers makes the layers that the config needs
     for layer_index, layer in enumerate(DynamicCache(config=config).layers):
         if isinstance(layer, LinearAttentionCacheLayerMixin):
             counts[layer_index] = layer.number_of_states
@@ -339,7 +384,7 @@ def stateful_layers(config: Any) -> dict[int, int]:
 
 
 def cache_kind(model_cache: Any) -> type[TreeCache]:
-    """Return a class of `TreeCache` that a model accepts in the place of its own cache.
+    """Return `TreeCache`, or a subclass of it and of the model's own cache where the model looks up lists in its cache.
 
     Args:
         model_cache: the cache that a forward of the model returned.
@@ -363,6 +408,7 @@ class NoCache(Cache):
     """
 
     def __init__(self, num_layers: int) -> None:
+        """Make a cache for a model of this number of layers."""
         super().__init__(layers=[_EmptyLayer() for _ in range(num_layers)])
 
 
@@ -385,12 +431,15 @@ class _EmptyLayer(CacheLayerMixin):
         return key_states, value_states
 
     def get_seq_length(self) -> int:
+        """Return the number of columns before the new tokens: none."""
         return 0
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return the number of columns with the new ones, and the index of the first of them."""
         return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
+        """Return -1, which tells transformers that there is no limit."""
         return -1
 
 
@@ -401,15 +450,15 @@ class BorrowedCache(Cache):
         """Take the keys and values to read.
 
         Args:
-            borrowed: keys and values [1, X, S, D] of each layer.
+            borrowed: keys and values [1, X, S, D] of each layer, of S tokens of one sequence, for X heads of width D.
             offset: what to add to a column for its position, as after images.
         """
         super().__init__(layers=[_BorrowedLayer(keys, values) for keys, values in borrowed])
-        self.starts = [borrowed[0][0].shape[2]]
+        self.starts = [borrowed[0][0].shape[2]]  # where new tokens begin: S, as in `TreeCache`
         self.offset = offset
 
     def from_columns(self, positions: Tensor) -> Tensor:
-        """Convert column indices to the positions that the model is given."""
+        """Convert column indices [1, N] to the positions that the model is given."""
         return positions + self.offset
 
 
@@ -417,6 +466,7 @@ class _BorrowedLayer(_EmptyLayer):
     """One layer's read-only keys and values, followed by the new ones."""
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
+        """Take keys and values [1, X, S, D] of S tokens, for X heads of width D."""
         super().__init__()
         self.borrowed = (keys, values)
 
@@ -432,4 +482,5 @@ class _BorrowedLayer(_EmptyLayer):
         return torch.cat([keys, key_states], 2), torch.cat([values, value_states], 2)
 
     def get_seq_length(self) -> int:
+        """Return the number of columns before the new tokens."""
         return self.borrowed[0].shape[2]

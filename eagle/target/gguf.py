@@ -50,6 +50,7 @@ def model_folder(path: str | Path, revision: str | None = None) -> str | Path:
     if not is_gguf(path):
         return path
     file = find_gguf(str(path), revision)
+    # size and time of change tell whether the checksum of an earlier call is still that of the file
     state = file.stat()
     return _open_folder(file, state.st_size, state.st_mtime_ns)
 

@@ -70,6 +70,7 @@ def load_model(
             f"{hint_files(Path(path))}"
         )
     name = str(path)
+    # a GGUF file is unpacked into this folder first
     path = model_folder(path, source.get("revision"))
     quantization = read_quantization(path, **source)
     if quantization is not None:
@@ -136,6 +137,7 @@ def choose_loader(path: str | Path, *, images: bool = False, **source: Any) -> A
     options = {
         name: value for name, value in source.items() if name in ("revision", "trust_remote_code")
     }
+    # the config's class tells the model's type
     kind = type(AutoConfig.from_pretrained(path, **options))
     sees = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     if images and not sees:
@@ -227,7 +229,12 @@ def adapt_model(model: Any, config: Any, adapter: str | Path) -> Any:
 
 
 def open_adapter(model: Any, adapter: str | Path) -> Any:
-    """Return a peft model that runs a model with an adapter; the model's layers are wrapped in place."""
+    """Return a peft model that runs a model with an adapter; the model's layers are wrapped in place.
+
+    Args:
+        model: the model.
+        adapter: a folder or a hub id of the adapter.
+    """
     try:
         from peft import PeftConfig, PeftModel
     except ImportError:
@@ -249,6 +256,7 @@ def open_adapter(model: Any, adapter: str | Path) -> Any:
             f"no adapter for this {model.config.model_type} at {adapter}: expected a folder that peft's "
             f"save_pretrained wrote, or a hub id, and of a base of these sizes: {_first_line(error):.300}"
         ) from error
+    # an adapter of the prompt acts outside of the layers, which alone are used
     refuse_prompt_adapter(adapted.active_peft_config, f"the adapter {adapter}")
     return adapted
 
@@ -291,6 +299,12 @@ def add_adapter(model: Any, rank: int, alpha: int, dropout: float) -> Any:
 
     The adapters have no effect at first. The model is changed in place; the returned peft model can switch adapters
     off and merge them.
+
+    Args:
+        model: the target's model.
+        rank: of the adapters' matrices.
+        alpha: LoRA's scale: adapters are multiplied by alpha / rank.
+        dropout: the share of the adapters' inputs that is zeroed in training.
     """
     try:
         from peft import LoraConfig, get_peft_model
@@ -298,6 +312,7 @@ def add_adapter(model: Any, rank: int, alpha: int, dropout: float) -> Any:
         raise ValueError(
             "training a target needs peft, 0.18 or newer, which makes its adapters: `pip install -U peft`"
         ) from None
+    # adapters and gradients need plain weights
     unpack_model(model)
     config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules="all-linear")
     return get_peft_model(model, config)
@@ -323,6 +338,7 @@ def check_model(model: Any) -> Any:
         raise ValueError(
             f"{name}.config.return_dict is False, expected True: outputs are read by their names"
         )
+    # transformers' name for the LM head
     if model.get_output_embeddings() is None:
         raise ValueError(
             f"{name} has no LM head: got a model that is no causal language model of transformers, "
@@ -345,7 +361,12 @@ def settle_weights(model: Any, device: torch.device) -> None:
 
 
 def tokenizer_of(path: str | Path, **source: Any) -> Any:
-    """Return the tokenizer of a model's folder, or None; only `chat`, stop strings and text output need one."""
+    """Return the tokenizer of a model, or None; only `chat`, stop strings and text output need one.
+
+    Args:
+        path: a folder, a hub id or a GGUF file.
+        source: `revision` and `trust_remote_code`, as in transformers' `from_pretrained`.
+    """
     path = model_folder(path, source.get("revision"))
     try:
         return AutoTokenizer.from_pretrained(path, **{**NO_CODE, **source})
@@ -354,7 +375,13 @@ def tokenizer_of(path: str | Path, **source: Any) -> Any:
 
 
 def processor_of(path: str | Path, model: Any, **source: Any) -> Any:
-    """Return the processor that prepares images for a model; None without one, or if pillow is not installed."""
+    """Return the processor that prepares images for a model; None without one, or if pillow is not installed.
+
+    Args:
+        path: a folder, a hub id or a GGUF file.
+        model: the loaded model.
+        source: `revision` and `trust_remote_code`, as in transformers' `from_pretrained`.
+    """
     # a model that reads no images needs none
     if "pixel_values" not in inspect.signature(type(base_of(model)).forward).parameters:
         return None

@@ -95,40 +95,50 @@ class TreeReader:
         # whether several sequences may share a forward; None: not tried yet
         self.reads_rows: bool | None = None
         self.layouts: dict[int, Layout] = {}  # by tap, of the states that a forward has shown there
+        # of the forward of the model below its LM head, by name
         self.arguments = inspect.signature(type(base_of(model)).forward).parameters
         self.can_be_invariant = invariant and can_be_invariant(
             model, vars(config).get(ATTENTION_KEY)
         )
+        # of the forward's argument that takes a cache; "" for none
         self.cache_name = cache_name_of(base_of(model))
+        # by layer index the number of recurrent states of the layer, for layers that keep any
         self.stateful = stateful_layers(config)
-        self.cache_kind = TreeCache
+        self.cache_kind = TreeCache  # the class of caches that the model accepts
+        # the cheapest mode, which `check` may replace
         self.set_mode(TreeReadMode(grouped=can_group(model, config)))
 
     def set_mode(self, mode: TreeReadMode) -> None:
         """Read in this mode from now on, through a new set of modules that the mode's changes are made to."""
         self.mode = mode
         layers = decoder_layers(base_of(self.original), self.config.num_hidden_layers)
-        self.hooked = with_own_hooks(self.original, layers)  # modules of the original
+        # ids of the original's modules whose hooks the second set copies; a later change of them makes it outdated
+        self.hooked = with_own_hooks(self.original, layers)
         self.model, twin_config = share_weights(self.original, self.config, layers)
         self.base = base_of(self.model)
         self.layers = decoder_layers(self.base, len(layers))
         self.masks = Masks(self.original, self.config, mode.grouped, as_rows=not mode.invariant)
+        # the model does not apply the sliding windows that its config names: None for each layer type is no window
         if UNLIMITED in mode.extras:
             self.masks.windows = dict.fromkeys(self.masks.windows)
         # changed through vars, as the setters of some config properties change sub-configs too
         self.settings = vars(twin_config)
+        # no prompt is longer than this number: a longer one would run in pieces, which taps would miss
         if WHOLE_PROMPTS in self.settings:
             self.settings[WHOLE_PROMPTS] = sys.maxsize
+        # whether attention runs over root-to-leaf paths as rows of a batch, as no mask steers it
         self.has_rows = ROWS in mode.extras
-        # `_make_mixers` runs forwards, in which no mixer may report yet
+        # `_make_mixers` runs forwards, in which no module may be wrapped yet
         self.mixers = Mixers()
         self.mixers = self._make_mixers(mode)
         # of the forward that runs, for models that compute positions by themselves
         self.token_positions: TokenPositions | None = None
         # the position of a sequence's first token, which is not 0 in some models
         self.first_position = first_position(self) if ORIGIN in mode.extras else 0
+        # ALiBi biases are made by a column's position, not by its index; changes `self.base`
         if TABLES in mode.extras:
             place_tables(self)
+        # linear layers multiply fixed numbers of rows, so that a row's bits do not depend on the others; in place
         if mode.keeps_bits:
             fix_rows(self.model)
         if mode.invariant:
@@ -137,7 +147,11 @@ class TreeReader:
             self.settings[ATTENTION_KEY] = GROUPED
 
     def _make_mixers(self, mode: TreeReadMode) -> Mixers:
-        """Wrap the modules that this mode runs over paths of a tree, as a mask cannot steer them."""
+        """Wrap the modules that this mode runs over root-to-leaf paths of a tree, as a mask cannot steer them.
+
+        These mixers are modules that keep a recurrent state, attention that orders its keys by itself, or the whole
+        model. A model that a mask steers has none.
+        """
         if mode.whole:
             return Mixers(
                 [WholeModel(self.base, self.cache_name, singly=mode.singly)],
@@ -145,11 +159,12 @@ class TreeReader:
             )
         mixers = Mixers()
         if self.stateful:
-            # a forward with the model's own cache shows which attributes its mixers look up in a cache
+            # a forward with the model's own cache (None) shows which attributes its mixers look up in a cache
             self.cache_kind = cache_kind(self._read_two_sequences(None))
             found = find_mixers(self.base, self.new_cache(), self._read_two_sequences)
             most_bytes = None
-            # by levels every node has a state, so that large trees would need much memory
+            # each forward chooses between paths and levels (one call for each depth). By levels every node has a state,
+            # so that large trees would need much memory
             if mode.cheaper:
                 weights = sum(weight.nbytes for weight in self.original.parameters())
                 most_bytes = max(weights, MIN_STATE_BYTES)
@@ -160,7 +175,7 @@ class TreeReader:
         return mixers
 
     def count_attending(self) -> int:
-        """Return the number of layers with attention, by the config's layer types or the layers without a state."""
+        """Return the number of layers with attention, by the config's layer types, or as those without a state."""
         kinds = getattr(self.config, "layer_types", None)
         if not kinds:
             return len(self.layers) - len(self.stateful)
@@ -185,7 +200,7 @@ class TreeReader:
         return not self.mixers.mixers and not {OFFSETS, TABLES} & set(self.mode.extras)
 
     def describe(self) -> str:
-        """Return how trees are read, in words; `check` must have found the mode."""
+        """Return how trees are read, in words, as "mask + mixers over paths"; `check` must have found the mode."""
         has_mixers = bool(self.mixers.mixers) and not self.mode.whole
         return self.mode.describe(has_mixers=has_mixers and bool(self.stateful))
 
@@ -203,6 +218,7 @@ class TreeReader:
 
         With None the model makes its own kind of cache.
         """
+        # a row for each sequence, both empty
         if cache is not None:
             cache.lengths = [0, 0]
             cache.set_write_offset([0, 1])
@@ -210,7 +226,7 @@ class TreeReader:
 
     @torch.inference_mode()
     def _run_two_sequences(self, cache: Any) -> Any:
-        """Return the model's output for two sequences of three arbitrary tokens, which are valid ids of the model."""
+        """Return the model's output for two sequences of three arbitrary tokens; with None it makes its own cache."""
         tokens = torch.arange(3, 9, device=self.masks.device).view(2, 3) % self.config.vocab_size
         return self.base(input_ids=tokens, use_cache=True, **{self.cache_name: cache})
 
@@ -218,7 +234,7 @@ class TreeReader:
         """Return [B, T, D], the LM head's input at whole sequences, by one forward without a cache or a tree.
 
         Args:
-            tokens: [B, T], right-padded.
+            tokens: [B, T], B sequences of up to T tokens, right-padded; D is the width of the states.
             media: for one sequence with images, what its processor gave except the tokens.
         """
         inputs = {"input_ids": upload(tokens, self.masks.device), **self.to_inputs(media or {})}
@@ -227,7 +243,7 @@ class TreeReader:
 
     @contextmanager
     def attending_as_stock(self) -> Iterator[None]:
-        """A context in which the model attends by its own function, as no tree is read."""
+        """A context in which the model attends by its own function instead of the mode's, as no tree is read."""
         attention = self.settings.get(ATTENTION_KEY)
         self.settings[ATTENTION_KEY] = vars(self.config).get(ATTENTION_KEY)
         try:
@@ -259,10 +275,10 @@ class TreeReader:
         return inputs
 
     def read_images(self, tokens: Tensor, media: Mapping[str, Any], cache: Any) -> Tensor:
-        """Return [1, T, D], the LM head's input at a whole prompt with images, by the model's own forward.
+        """Return [1, T, D], the LM head's input at a whole prompt of T tokens and images, by the model's own forward.
 
-        Its keys and values are written at the cache's write offset. The cache's `offsets` get what to add to the
-        columns of later tokens for their positions, for many tokens of an image share a position.
+        Its keys and values are written to the cache at its write offset. The cache's `offsets` are changed, too: they
+        get what to add to the columns of later tokens for their positions, for many tokens of an image share one.
 
         Args:
             tokens: [1, T].
@@ -276,6 +292,7 @@ class TreeReader:
             )
         position_ids: list[Tensor] = []
 
+        # a hook on the text layers: module, positional and keyword arguments
         def note(_: nn.Module, __: Any, inputs: dict[str, Any]) -> None:
             if inputs.get("position_ids") is not None:
                 position_ids[:] = [inputs["position_ids"]]
@@ -291,7 +308,7 @@ class TreeReader:
         with self.attending_as_stock(), backbone.register_forward_pre_hook(note, with_kwargs=True):
             with self.reading(cache, None, count, count):
                 hidden = self.base(**inputs, use_cache=True).last_hidden_state
-        last = count - 1
+        last = count - 1  # the last token's position where a position is a column
         # [3 or 4, 1, T]: the last three are positions in time, height and width; a first one may count tokens
         if position_ids and position_ids[0].ndim == 3:
             last = int(position_ids[0][-3:].max())
@@ -309,11 +326,12 @@ class TreeReader:
         """Run the model over uncommitted tokens, a chain or a tree, and write their keys and values to the cache.
 
         Args:
-            tokens: [B, N], the last N of R uncommitted ones; earlier forwards have read the others.
+            tokens: [B, N], of B sequences, the last N of R uncommitted ones; earlier forwards have read the others.
             positions: [B, R], of all uncommitted tokens.
             tree_mask: [B, N, R], the uncommitted tokens that each new one attends to; None for a chain.
             cache: the cache, whose `set_write_offset` was called for this forward.
-            columns: [B, S], the positions of the committed columns; None if they are in order.
+            columns: [B, S], the positions of the S committed columns (the tokens in the cache); None if they are in
+                order.
 
         Returns:
             [B, N, D], the LM head's input.
@@ -323,6 +341,7 @@ class TreeReader:
         width = positions.shape[1]
         # the committed columns of each row: the write offset lies after the uncommitted tokens of earlier forwards
         starts = [start - (width - count) for start in cache.starts]
+        # attention that is run over paths makes its own masks
         mask = None if self.has_rows else self.masks(starts, positions, tree_mask, columns)
         # in half precision on a CPU, attention reads earlier keys in blocks of fixed size, so that
         # bits do not depend on what is read together
@@ -340,10 +359,13 @@ class TreeReader:
         """Run the model, with position ids, mask and cache passed only where its forward takes them.
 
         Args:
-            inputs: `input_ids` or `inputs_embeds` of N tokens.
+            inputs: `input_ids` [B, N] or `inputs_embeds` [B, N, D] of N tokens of B sequences.
             positions: [B, N], which count from 0 and by columns of the cache.
             mask: as `Masks` makes it.
             cache: the cache.
+
+        Returns:
+            The output of the model below its LM head.
         """
         # after images a token's position is not its column
         positions = cache.from_columns(positions)
@@ -360,7 +382,10 @@ class TreeReader:
 
     @contextmanager
     def placing(self, positions: TokenPositions, cache: Any) -> Iterator[None]:
-        """A context in which a model that computes positions itself, or by its cache's length, gets these instead."""
+        """A context in which a model that computes positions itself, or by its cache's length, gets these instead.
+
+        They are set on the reader, for tables of biases by position, and on the cache, which answers the model.
+        """
         self.token_positions = positions
         cache.token_positions = positions
         cache.counts_positions = OFFSETS in self.mode.extras
@@ -396,7 +421,7 @@ class TreeReader:
         if tree_mask is not None:
             tree_mask = tree_mask[None]
         hidden = self(tokens[None], positions, tree_mask, cache)
-        # after a prompt: several trees are read from its states, one after another
+        # a prompt's recurrent states are held, for several trees are read from them one after another
         if not start:
             cache.snapshot(0, len(tokens))
         return hidden
@@ -404,9 +429,11 @@ class TreeReader:
     def reads_on(self, prefix: int, count: int) -> bool:
         """Return whether a prompt of `count` tokens should reuse a cache of its first `prefix` ones.
 
-        Mixers that read by levels read the rest token by token, which pays only after a long prefix. Where a model's
-        steps by one token differ from its forward over a sequence, a prompt must be read as a whole.
+        Modules that read trees by levels (one call for each depth) read the rest token by token, which pays only after
+        a long prefix. Where a model's steps by one token differ from its forward over a sequence, a prompt must be read
+        as a whole.
         """
+        # attention, and modules that read by paths, go on from any prefix in one forward
         if not self.mixers.by_levels:
             return True
         return not self.follows_steps and prefix >= STEP_TOKENS * (count - prefix)
@@ -429,9 +456,10 @@ class TreeReader:
         )
 
     def find_layouts(self, tokens: Tensor) -> dict[int, Tensor]:
-        """Read a sequence [1, T]; return its states [1, T, D] at all taps that can be read, and store their layouts.
+        """Read a sequence [1, T]; return its states [1, T, D] by tap, and store the layouts (shapes) of all taps.
 
-        A layer whose input has an unknown layout cannot be tapped, and is left out.
+        A tap is the index of a layer whose input is read, or -1 for the LM head's input. A layer whose input has
+        an unknown layout cannot be tapped, and is left out.
         """
         # the inputs of two layers may have different layouts, so each is looked at
         with self.tapping(tuple(range(len(self.layers)))) as tapped:
@@ -446,17 +474,20 @@ class TreeReader:
 
     @contextmanager
     def tapping(self, taps: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:
-        """A context with a dict that receives by tap the input [B, T, D] of each tapped layer while forwards run in it.
+        """A context that yields a dict, which forwards in it fill by tap with the input [B, T, D] of each tapped layer.
 
-        Tap -1, the LM head's input, is left to the caller.
+        Taps are layer indices. Tap -1, the LM head's input, is left to the caller.
         """
         tapped: dict[int, Tensor] = {}
 
+        # a hook on each tapped layer: tap, module, positional and keyword arguments
         def record(tap: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             states = args[0] if args else kwargs["hidden_states"]
-            # a model may have several streams of states, of which a tap gives the mean
+            # a model may have several streams of states, of which a tap gives the mean. Before `find_layouts` has seen
+            # a layer, its raw input is recorded
             if tap in self.layouts:
                 states = self.layouts[tap].read(states)
+            # where the whole model runs over paths, from rows of paths to nodes
             tapped[tap] = self.mixers.to_nodes(states, tapped.get(tap))
 
         handles = []

@@ -25,9 +25,14 @@ def with_room(columns: int) -> int:
 
 
 class CacheBuffer:
-    """One buffer [rows, X, columns, D] of a cache; X and D are those of the first write."""
+    """One buffer [cache rows, X, columns, D] of a cache, such as a layer's keys.
+
+    There is a cache row for each sequence and a column for each token; X heads or taps and width D are those of the
+    first write.
+    """
 
     def __init__(self, cache: RowCache) -> None:
+        """Make an empty buffer of a cache, which tells it where to write."""
         self.cache = cache
         self.tensor = torch.empty(0, 0, 0, 0)
 
@@ -35,7 +40,7 @@ class CacheBuffer:
         """Write new columns at the cache's write offset, and return all columns that attention then reads.
 
         Args:
-            new: [B, X, N, D], as keys or values of the new tokens.
+            new: [B, X, N, D], as keys or values of N new tokens of B sequences, for X heads (or taps) of width D.
 
         Returns:
             [B, X, S, D], the cache rows of this forward up to the last new column of the longest one.
@@ -53,7 +58,7 @@ class CacheBuffer:
         if cache.is_aligned:
             active.narrow(2, cache.starts[0], columns).copy_(new)
         else:
-            indices = cache.flat_indices(columns, tensor)
+            indices = cache.flat_indices(columns, tensor)  # of rows [D] in the flattened buffer
             tensor.view(-1, width).index_copy_(0, indices, new.reshape(-1, width))
         active = active.narrow(2, 0, end)
         if cache.is_contiguous:
@@ -63,18 +68,24 @@ class CacheBuffer:
     def make_room(self, like: Tensor, cache_rows: int, columns: int) -> None:
         """Make the buffer hold at least this many cache rows and columns.
 
-        `like` is a tensor [.., X, .., D] that gives its heads, width, dtype and device.
+        `like` is a tensor [.., X, .., D] that gives its heads X, width D, dtype and device.
         """
         if self.tensor.shape[2] < columns or self.tensor.shape[0] < cache_rows:
             self._allocate(like, *self.cache.room(columns))
 
     def resize(self, cache_rows: int, columns: int) -> None:
-        """Resize the buffer and keep the contents that fit; before the first write there is no buffer to resize."""
+        """Resize the buffer, and keep the contents that fit.
+
+        Before the first write it has no columns, and nothing is done, as its heads and width are unknown.
+        """
         if self.tensor.shape[2]:
             self._allocate(self.tensor, cache_rows, columns)
 
     def _allocate(self, like: Tensor, cache_rows: int, columns: int) -> None:
-        """Replace the buffer by one of this size, with the old contents where both overlap."""
+        """Replace the buffer by one of this size, with the old contents where both overlap.
+
+        `like` is a tensor [.., X, .., D] that gives heads X, width D, dtype and device.
+        """
         old = self.tensor
         # zeros, because masked columns are multiplied too and must be finite
         self.tensor = like.new_zeros(cache_rows, like.shape[1], columns, like.shape[3])
@@ -104,7 +115,7 @@ class RowCache:
         self.set_write_offset([0])
 
     def add(self) -> CacheBuffer:
-        """Add a buffer."""
+        """Add a buffer, which takes memory from its first write on, and return it."""
         self.buffers.append(CacheBuffer(self))
         return self.buffers[-1]
 
@@ -115,11 +126,12 @@ class RowCache:
 
     @property
     def length(self) -> int:
-        """The committed columns of the first cache row, for callers with a single sequence."""
+        """The number of committed columns of the first cache row, for callers with a single sequence."""
         return self.lengths[0]
 
     @length.setter
     def length(self, length: int) -> None:
+        """Set this number; the next forward writes after these columns."""
         self.lengths[0] = length
         self.set_write_offset([0])
 
@@ -134,23 +146,26 @@ class RowCache:
     ) -> None:
         """Let the next forward write to these cache rows, after their committed columns or from columns `starts` on.
 
-        A model calls its cache with keys and values alone, so the cache must be told before where they belong.
+        A model calls its cache with keys and values alone, so the cache must be told before where they belong. A cache
+        row is a sequence's index in the batch dimension of the buffers, and a column holds one token.
         """
         self.active_rows = list(cache_rows)
         if starts is None:
             starts = [self.lengths[cache_row] for cache_row in cache_rows]
         self.starts = list(starts)
         first = self.active_rows[0]
-        # consecutive cache rows in ascending order
+        # consecutive cache rows in ascending order, which are a view of a buffer
         self.is_contiguous = self.active_rows == list(range(first, first + len(self.active_rows)))
+        # whether the new columns are one slice of a buffer
         self.is_aligned = self.is_contiguous and min(self.starts) == max(self.starts)
         self.flat: dict[Any, Tensor] = {}  # of `flat_indices`, shared by the layers of one forward
 
     def from_columns(self, positions: Tensor) -> Tensor:
-        """Convert column indices [B, N] of the active cache rows to the positions that the model is given.
+        """Convert column indices [B, N] of the B active cache rows to the positions that the model is given.
 
         They differ after images, of which many tokens share a position.
         """
+        # no sequence has images
         if not any(map(self.offsets.get, self.active_rows)):
             return positions
         offsets = [self.offsets.get(cache_row, 0) for cache_row in self.active_rows]
@@ -167,25 +182,26 @@ class RowCache:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Allocated cache rows and columns."""
+        """The numbers of allocated cache rows and columns; (0, 0) before the first write."""
         shapes = [buffer.tensor.shape for buffer in self.written]
         if not shapes:
             return 0, 0
         return shapes[0][0], max(shape[2] for shape in shapes)
 
     def flat_indices(self, count: int, buffer: Tensor) -> Tensor:
-        """Return the index of each new column in a buffer viewed as [cache rows * X * columns, D], as [B * X * N].
+        """Return [B * X * N], the index of each new column in a buffer viewed as [cache rows * X * columns, D].
 
-        Layers of one shape share it, so that it is computed and copied to the device once per forward.
+        Layers of one shape share it, so that it is computed and copied to the device once per forward. B are the cache
+        rows of the forward.
 
         Args:
-            count: N, the number of new columns.
-            buffer: [cache rows, X, columns, D].
+            count: N, the number of new columns of each cache row.
+            buffer: [cache rows, X, columns, D], for X heads of width D.
         """
         heads, columns = buffer.shape[1:3]
         key = (heads, columns, count, buffer.device)
         if key not in self.flat:
-            # [B, X, 1] and [B, 1, N]
+            # [B, X, 1], the index of each cache row's head; and [B, 1, N]
             head_rows = (
                 torch.tensor(self.active_rows)[:, None, None] * heads + torch.arange(heads)[:, None]
             )
@@ -206,7 +222,7 @@ class RowCache:
             paths: by cache row the columns to keep, in their new order, counted from its first uncommitted column.
             counts: by cache row how many of them are committed; the rest move up after those. None: all.
         """
-        moves = []
+        moves = []  # (cache row, column, new column)
         for cache_row, path in paths.items():
             start = self.lengths[cache_row]
             # a column that is in its place already need not be copied
@@ -226,8 +242,8 @@ class RowCache:
 
         Args:
             cache_rows: B cache rows.
-            nodes: [B, W], the columns to move, counted from the first uncommitted column of each cache row. They may
-                lie on a device, so that the host does not wait for them.
+            nodes: [B, W], the W columns to move of each, counted from its first uncommitted column. They may lie on a
+                device, so that the host does not wait for them.
         """
         count = nodes.shape[1]
         starts = torch.tensor([self.lengths[cache_row] for cache_row in cache_rows])
@@ -237,15 +253,19 @@ class RowCache:
         cache_row_ids, destination = upload(
             torch.stack([cache_row_ids, destination]), nodes.device
         ).flatten(1)
-        first = destination.view_as(nodes)[:, :1]
+        first = destination.view_as(nodes)[:, :1]  # the first uncommitted column of each cache row
         self._move(cache_row_ids, (first + nodes).flatten(), destination)
 
     @torch.inference_mode()
     def drop(self, gaps: Mapping[int, tuple[int, int]]) -> None:
-        """Drop committed columns `start` to `stop` (exclusive) of each cache row; later columns move up."""
+        """Drop committed columns `start` to `stop` (exclusive) of each cache row; later columns move up.
+
+        `gaps` holds (start, stop) by cache row.
+        """
         moves = []
         for cache_row, (start, stop) in gaps.items():
             origin = torch.arange(stop, self.lengths[cache_row])
+            # cache row, column and new column of each moved column
             moves.append(
                 torch.stack([torch.full_like(origin, cache_row), origin, origin - (stop - start)])
             )
@@ -254,7 +274,10 @@ class RowCache:
             self._move(*torch.cat(moves, dim=1))
 
     def _move(self, cache_rows: Tensor, origin: Tensor, destination: Tensor) -> None:
-        """Copy columns `origin` [M] to columns `destination` [M] of their cache rows [M], in all buffers."""
+        """Copy M columns `origin` [M] to columns `destination` [M] of their cache rows [M], in all buffers.
+
+        In each buffer all are read before any is written, so that they may overlap.
+        """
         pairs = [(buffer.tensor, buffer.tensor) for buffer in self.written]
         copy_columns(
             pairs, torch.stack([cache_rows, origin]), torch.stack([cache_rows, destination])
@@ -320,12 +343,13 @@ class RowCache:
             most: how many cache rows times columns may stay allocated; None: twice those that are reserved.
         """
         allocated = self.sizes
+        # what is allocated is used on, unless it exceeds the limit
         sizes = (max(cache_rows, allocated[0]), max(columns, allocated[1]))
         limit = 2 * max(cache_rows * columns, MIN_COLUMNS) if most is None else most
         if sizes[0] * sizes[1] > limit:
             sizes = (cache_rows, columns)
         self.reserved = sizes
-        # new cache rows are empty, and a sequence is cut at the last column
+        # new cache rows are empty, and a sequence is cut at the last column. More zeros are added than are needed
         lengths = self.lengths + [0] * sizes[0]
         self.lengths = [min(length, sizes[1]) for length in lengths[: sizes[0]]]
         if allocated[0] > sizes[0] or allocated[1] > sizes[1]:
@@ -341,11 +365,13 @@ def copy_columns(
     """Copy M columns from the first buffer of each pair to the second, each with its own heads and width.
 
     Args:
-        buffers: pairs of tensors [cache rows, X, columns, D], one for each layer's keys and values.
+        buffers: pairs of tensors [cache rows, X, columns, D] for X heads of width D, a pair for each layer's keys and
+            one for its values. The second tensor of each is written to; it may be the first.
         origin: [2, M], cache row and column of each in the first buffer.
         destination: [2, M], cache row and column of each in the second buffer.
     """
-    indices: dict[Any, Tensor] = {}  # by shape, as most layers have one shape
+    # what to read and what to write by shape, as most layers have one shape
+    indices: dict[Any, Tensor] = {}
     for source, target in buffers:
         heads, width = source.shape[1], source.shape[3]
         shape = (heads, source.shape[2], target.shape[2], source.device)
@@ -364,7 +390,7 @@ def _flatten(columns_at: Tensor, heads: int, columns: int) -> Tensor:
 
     Args:
         columns_at: [2, M], cache row and column of each.
-        heads: X.
+        heads: X, the number of heads.
         columns: the number of columns of the buffer.
     """
     cache_row_ids, indices = columns_at

@@ -33,14 +33,17 @@ class PromptOutput:
     """A prompt after its forward: tapped states, and the target's output after the last token."""
 
     tokens: list[int]
-    features: Tensor | None  # [T, L, D]
+    features: Tensor | None  # [T, L, D], the inputs of L layers at the T tokens; None without taps
     output: TargetOutput
-    followers: Followers | None = None  # of the prompt's tokens, if the drafter reads them
+    # the target's likeliest next tokens after each token of the prompt, if the drafter reads them
+    followers: Followers | None = None
 
     def commit(self, choose: Choose) -> Committed:
         """Choose the token after the prompt, and return the prompt with it as a drafter takes committed tokens."""
+        # the output has one node, the prompt's last token. The token chosen after it is the root of the next tree
         (root,) = choose(self.output, [0])
-        check_choice(root, self.output, 1)
+        # refuse the mark that stands for nan logits, after this one node
+        check_choice(root, self.output, accepted=1)
         tokens = torch.tensor(self.tokens)
         return Committed(tokens, self.features, root, followers=self.followers)
 
@@ -64,8 +67,8 @@ class TargetState:
 
         Args:
             target: the target.
-            taps: the layers whose inputs are returned with the logits.
-            max_tokens: the most that the cache may hold, in columns times rows; None: no limit.
+            taps: indices of the layers whose inputs are returned with the logits; -1 is the LM head's input.
+            max_tokens: the most that the cache may hold, in columns (one token each) times rows; None: no limit.
             mark: the weights' `WeightMark`: a later state reuses this one's cache only while they have not changed.
         """
         target.check_taps(taps)
@@ -90,7 +93,10 @@ class TargetState:
         self.followers: dict[int, list[Followers]] = {}  # by row, of the parts of its prompt
 
     def check_room(self, columns: int) -> None:
-        """Refuse a row that would exceed the cache's limit even alone; `columns` are its tokens and its draft's."""
+        """Refuse a row that would exceed the cache's limit even alone.
+
+        `columns` is the number of its tokens, those of its answer and of a draft included.
+        """
         # recurrent states count as the columns that take as much memory
         columns += self.cache.state_columns(columns)
         if self.max_tokens is not None and columns > self.max_tokens:
@@ -107,7 +113,7 @@ class TargetState:
         if self.max_tokens is None:
             return True
         widest = max(columns, *self.columns_by_row.values(), 0)  # 0: max needs two arguments
-        # states of recurrent mixers take as much memory as this many columns
+        # a sequence's recurrent states take as much memory as this many columns
         widest += self.cache.state_columns(widest)
         return (len(self.rows) + 1) * widest <= self.max_tokens
 
@@ -117,15 +123,16 @@ class TargetState:
         A prefix that a free cache row still holds is not read again.
 
         Args:
-            row: a number for the row.
+            row: a number for the row, which the caller chooses.
             prompt: its tokens.
-            room: how many more columns its answer and drafts may need.
+            room: how many more columns (one for each token) its answer and drafts may need.
         """
         self.target.check_prompt(prompt)
         cache_row = len(self.rows)
         with self.target.lock:
             self.reader.check(rows=cache_row + 1)
-        # the check may have found that the model needs another mode, and so another cache
+        # the check may have found that the model needs another mode, and so another cache: its mixers, the modules that
+        # keep recurrent states, are wrapped anew then
         if self.cache.mixers is not self.reader.mixers:
             self.cache = self.reader.new_cache()
         self.columns_by_row[row] = len(prompt) + room
@@ -141,7 +148,14 @@ class TargetState:
         self.prompts[row] = prompt
 
     def begin(self, prompt: list[int], choose: Choose, room: int = 0, row: int = 0) -> Committed:
-        """Replace all rows by one row and read its prompt; return the prompt with the token chosen after it."""
+        """Replace all rows by one row and read its prompt; return the prompt with the token chosen after it.
+
+        Args:
+            prompt: the tokens.
+            choose: the rule by which the target's token is chosen.
+            room: how many more columns (one for each token) the answer and drafts may need.
+            row: a number for the row.
+        """
         self.clear()
         self.admit(row, prompt, room)
         return self.finish_prompts()[row].commit(choose)
@@ -179,7 +193,7 @@ class TargetState:
         self.num_decoding += 1
 
     def clear(self) -> None:
-        """Release all rows."""
+        """Release all rows; the cache keeps their sequences, so that later prompts may share a prefix with them."""
         self.rows = []
         self.columns_by_row = {}
         self.prompts = {}
@@ -187,7 +201,7 @@ class TargetState:
         self.num_decoding = 0
 
     def _reserve(self, cache_rows: int) -> None:
-        """Let the cache have this number of rows, each wide enough for any admitted row.
+        """Let the cache have this number of rows, each with enough columns for any admitted row.
 
         The cache releases memory that is far beyond that.
         """
@@ -222,11 +236,13 @@ class TargetState:
         # the same tokens may stand for other images
         if media_of(prompt) or cache_row in self.cache.offsets:
             return 0
-        # a longrope model reads sequences longer than the border with other rotary frequencies throughout
+        # a longrope model reads sequences longer than the border with other rotary frequencies throughout: keys of one
+        # side are wrong for the other
         if (len(cached) > border) != (len(prompt) > border):
             return 0
         limit = min(len(cached), len(prompt) - 1)
         same = next((i for i in range(limit) if cached[i] != prompt[i]), limit)
+        # recurrent states are held after some lengths alone
         reusable = self.cache.reusable(cache_row, same)
         return reusable if self.reader.reads_on(reusable, len(prompt)) else 0
 
@@ -254,12 +270,13 @@ class TargetState:
             most: the most tokens of the batch, padding included.
         """
         batch: dict[int, list[int]] = {}
-        longest = 0
-        start = 0
+        longest = 0  # tokens of a row in this forward
+        start = 0  # the most tokens of a row that are in the cache
         for row, prompt in self.prompts.items():
             tokens = prompt[self.length(row) :]
             longest = max(longest, len(tokens))
             start = max(start, self.length(row))
+            # read in a forward of its own: with images, beyond longrope's border, or if the model reads no batches
             is_alone = self.target.is_alone(len(prompt)) or bool(media_of(prompt))
             # padding is written to the cache too, up to column start + longest
             fits_forward = (len(batch) + 1) * longest <= most
@@ -280,7 +297,10 @@ class TargetState:
         return batch
 
     def finish_prompts(self, most: int | None = None) -> dict[int, PromptOutput]:
-        """Read all admitted prompts to their ends, by forwards of up to `most` tokens; return their outputs by row."""
+        """Read all admitted prompts to their ends; return their outputs by row.
+
+        `most` is the most tokens of each forward, padding included; None: PREFILL_CHUNK.
+        """
         outputs: dict[int, PromptOutput] = {}
         while self.prompts:
             outputs |= self.read_prompts(most)
@@ -291,12 +311,12 @@ class TargetState:
 
         Args:
             row: the row.
-            logits: [V], after the prompt's last token.
+            logits: [V], over the vocabulary, after the prompt's last token.
         """
         prompt = self.prompts.pop(row)
         cache_row = self._cache_row(row)
         features = self.features_at(row, range(len(prompt)))
-        # a later prompt that begins with this one can go on from its states
+        # recurrent states at the prompt's end are held: a later prompt that begins with this one can go on from them
         self.cache.snapshot(cache_row, len(prompt))
         self._swap(cache_row, self.num_decoding)
         self.num_decoding += 1
@@ -313,7 +333,10 @@ class TargetState:
 
     @torch.inference_mode()
     def extend(self, tokens: Mapping[int, list[int]]) -> dict[int, Tensor]:
-        """Read and commit the next tokens of some rows, as of prompts; return by row the logits [V] after the last."""
+        """Read and commit the next tokens of some rows, as of prompts; return by row the logits after its last one.
+
+        These are [V], over the vocabulary. `tokens` are by row.
+        """
         rows = sorted(tokens, key=self._cache_row)
         cache_rows = [self._cache_row(row) for row in rows]
         sizes = [len(tokens[row]) for row in rows]
@@ -331,7 +354,10 @@ class TargetState:
         # padding takes the position of the last token: the model may have no later one
         steps = torch.minimum(torch.arange(width), torch.tensor(sizes)[:, None] - 1)
         positions = torch.tensor(starts)[:, None] + steps
-        hidden, _ = self._forward(cache_rows, padded, positions, None, sizes=sizes, commits=True)
+        # [B, width, D], the LM head's input; the tapped states lie in the cache
+        hidden, _ = self._forward(
+            cache_rows, padded, positions, tree_mask=None, sizes=sizes, commits=True
+        )
         for row, cache_row, size in zip(rows, cache_rows, sizes, strict=True):
             self.sequences[cache_row] += tokens[row]
             self.cache.lengths[cache_row] += size
@@ -344,8 +370,14 @@ class TargetState:
         return dict(zip(rows, logits, strict=True))
 
     def _rank_followers(self, row: int, tokens: list[int], states: Tensor) -> None:
-        """Keep the likeliest next tokens of a part of a row's prompt, from the states [T, D] after its tokens."""
-        # the logits of a whole prompt would take much memory
+        """Store the likeliest next tokens after each token of a part of a row's prompt, for a drafter that reads them.
+
+        Args:
+            row: the row.
+            tokens: T tokens of its prompt.
+            states: [T or more, D], the LM head's input at these, and at padding.
+        """
+        # by pieces, as the logits of a whole prompt would take much memory
         ranked = [
             rank_tokens(self.reader.logits(self.target.head, chunk), self.num_followers)
             for chunk in states[: len(tokens)].split(LOGIT_ROWS)
@@ -372,7 +404,8 @@ class TargetState:
         """Read the trees of rows that share a forward; return by row its logits and tapped states by node."""
         cache_rows = [self._cache_row(row) for row in trees]
         starts = [self.cache.lengths[cache_row] for cache_row in cache_rows]
-        sizes = [tree.columns for tree in trees.values()]
+        sizes = [tree.columns for tree in trees.values()]  # nodes that are read, the root included
+        # [B, N] tokens and depths of B trees, padded to N nodes; [B, N, N] or None for chains
         tokens, depths, tree_mask = lay_out(
             [*trees.values()],
             self.target.device,
@@ -382,6 +415,7 @@ class TargetState:
             self._check_border(start, tree)
         # siblings share a position: the sequence's length plus the node's depth
         positions = upload(torch.tensor(starts)[:, None], depths.device) + depths
+        # the LM head's input [B, N, D], and the states [B, taps, N, D] or None
         hidden, states = self._forward(cache_rows, tokens, positions, tree_mask, sizes=sizes)
         # indices of the trees' nodes in the flattened states: the LM head reads no padding
         nodes: list[int] = []
@@ -395,6 +429,7 @@ class TargetState:
         for index, (row, tree) in enumerate(trees.items()):
             features = None
             if states is not None:
+                # [nodes, taps, D]
                 features = states[index, :, : sizes[index]].transpose(0, 1)
             outputs[row] = TargetOutput(
                 tree,
@@ -408,7 +443,7 @@ class TargetState:
     def keep(self, paths: Mapping[int, Sequence[int]]) -> None:
         """Commit an accepted path of each row's last tree, and drop all other nodes from the cache.
 
-        `paths` are the nodes of the path by row, the root included.
+        `paths` are the nodes of the path by row, as indices into its tree, the root (node 0) included.
         """
         tokens = {row: self.trees[row].tokens[[*path]].tolist() for row, path in paths.items()}
         self.keep_columns(paths, tokens)
@@ -421,7 +456,8 @@ class TargetState:
         """Commit tokens and their columns of the last forward, and keep further columns uncommitted after them.
 
         Args:
-            columns: by row the columns to keep, in order, counted from its first uncommitted column.
+            columns: by row the columns (one for each token read) to keep, in order, counted from its first uncommitted
+                one.
             tokens: by row the tokens to commit, one for each of its first columns here.
         """
         cache_rows = {row: self._cache_row(row) for row in columns}
@@ -453,13 +489,13 @@ class TargetState:
 
         Args:
             rows: B rows.
-            tokens: [B, K], the last K draft tokens; earlier calls have read those before.
+            tokens: [B, K], the last K draft tokens of each row; earlier calls have read those before.
             depths: of each of all R draft tokens, in all rows alike, how many draft tokens precede it on its path.
                 Depth 0 is the first position after the committed sequence.
             tree_mask: [B, K, R], which of all R draft tokens each of the last K attends to.
 
         Returns:
-            [B, K, V], the logits after each.
+            [B, K, V], the logits after each, over V tokens of the vocabulary.
         """
         cache_rows = [self._cache_row(row) for row in rows]
         starts = torch.tensor([self.cache.lengths[cache_row] for cache_row in cache_rows])
@@ -468,14 +504,17 @@ class TargetState:
         return self.reader.logits(self.target.head, hidden)
 
     def features_at(self, row: int, columns: Sequence[int]) -> Tensor | None:
-        """Return [T, L, D], the tapped hidden states at T of a row's columns, committed or not; None without taps."""
+        """Return [T, L, D], the inputs of L tapped layers, of width D, at T of a row's columns; None without taps.
+
+        `columns` are indices into the row, one for each token, committed or not.
+        """
         if not self.taps:
             return None
-        buffer = self.cache.tapped.tensor[self._cache_row(row)]
+        buffer = self.cache.tapped.tensor[self._cache_row(row)]  # [L, columns, D]
         return buffer.index_select(1, upload(torch.tensor(columns), buffer.device)).transpose(0, 1)
 
     def lend(self) -> TargetSequences:
-        """Return access to the rows' keys and values, for a drafter that reads the target's cache."""
+        """Return read access to the rows' keys and values, and forwards after them, for a drafter that uses both."""
         return TargetSequences(self.target.view(), self)
 
     def _forward(
@@ -496,9 +535,10 @@ class TargetState:
             offset: `sizes` and `commits` of the cache's `set_write_offset`.
 
         Returns:
-            The LM head's input [B, N, D], and the tapped states [B, L, N, D] or None.
+            The LM head's input [B, N, D], and the inputs [B, L, N, D] of L tapped layers, or None without taps.
         """
         count = tokens.shape[1]
+        # uncommitted tokens that earlier forwards have read
         read_before = positions.shape[1] - count
         # a prompt with images is read whole and alone, so only an empty cache row can have any
         media: Mapping[str, Any] = {}
@@ -519,6 +559,7 @@ class TargetState:
             return hidden, None
         # tap -1 is the LM head's input
         tapped[-1] = hidden
+        # a model that runs over paths gives states at all R uncommitted tokens: the last N are new
         states = torch.stack(
             [tapped[tap][:, -count:].to(self.target.device) for tap in self.taps],
             dim=1,
@@ -527,7 +568,7 @@ class TargetState:
         return hidden, states
 
     def _cache_row(self, row: int) -> int:
-        """Return the index of a row in the cache's batch dimension."""
+        """Return the index of a row, a sequence by its caller's number, in the cache's batch dimension."""
         return self.rows.index(row)
 
     def length(self, row: int) -> int:
@@ -539,11 +580,14 @@ class TargetState:
         return self.sequences[self._cache_row(row)]
 
     def check_tree(self, row: int, tree: DraftTree) -> None:
-        """Refuse a draft tree that exceeds the row's space in the cache, or that crosses longrope's border."""
+        """Refuse a draft tree that exceeds the row's space in the cache, or that crosses longrope's border.
+
+        Beyond this length a longrope model reads a sequence with other rotary frequencies.
+        """
         start = self.length(row)
         self._check_border(start, tree)
         if self.max_tokens is not None and start + tree.columns > self.columns_by_row[row]:
-            left = self.columns_by_row[row] - start - 1
+            left = self.columns_by_row[row] - start - 1  # without the root, which is no draft
             raise ValueError(
                 f"the draft has {tree.columns - 1} nodes, and the cache's limit leaves {left}: "
                 "draft within budget.nodes, or raise max_tokens_in_cache"
@@ -556,13 +600,17 @@ class TargetState:
         """
         # most models have no border, and then the tree's levels need not be counted
         if start <= self.target.border < sys.maxsize:
+            # the root, and the levels below it
             self.target.check_growth(start, start + tree.levels + 1)
 
     def levels(self, row: int, wanted: int) -> int:
-        """Return how many of the wanted draft levels a row may draft without crossing longrope's border."""
+        """Return how many of the wanted levels (depths of a tree below its root) a row may draft.
+
+        No path may cross longrope's border, the length beyond which a longrope model uses other rotary frequencies.
+        """
         start = self.length(row)
         border = self.target.border
-        # the root takes a position too
+        # the root takes a position too; a sequence beyond the border may grow
         if start > border or start + 1 + wanted <= border:
             return wanted
         return int(border) - start - 1
@@ -570,7 +618,8 @@ class TargetState:
     def groups(self, rows: list[int]) -> list[list[int]]:
         """Return groups of rows that may share a forward: one group, except rows that must be read alone.
 
-        Such a row is beyond longrope's border, as the longest sequence of a batch decides the frequencies of all.
+        Such a row is beyond longrope's border, as the longest sequence of a batch decides the frequencies of all. Or a
+        trial has shown that a batch changes the model's states.
         """
         alone = [row for row in rows if self.target.is_alone(self.length(row))]
         together = [row for row in rows if row not in alone]

@@ -19,16 +19,19 @@ from eagle.target.twin import share_weights
 
 @dataclass(frozen=True, slots=True)
 class StockHead(TargetHead):
-    """The target's embedding and the part of its forward above its base; gradients go through that forward too."""
+    """The target's embedding, and the part of its forward above its base in place of a matrix product.
+
+    The base is the model below the LM head. Gradients go through that part, too.
+    """
 
     # a second module tree over the target's weights, with a `PassThrough` in place of its base
     model: Any = None
-    matrix: Tensor | None = None  # [V, D'], of the last linear layer
+    matrix: Tensor | None = None  # [V, D'], of the last linear layer, over V tokens
     rows: Tensor | slice | None = None  # the vocabulary entries of a narrowed head; None for all
 
     @property
     def weight(self) -> Tensor:
-        """The last matrix [V, D']: it has the head's precision and vocabulary, but states are transformed before it."""
+        """The last matrix [V, D'], over V tokens: it has the head's precision, but states are transformed before it."""
         assert self.matrix is not None
         return self.matrix
 
@@ -38,7 +41,7 @@ class StockHead(TargetHead):
         return False
 
     def start_matrix(self) -> Tensor:
-        """Return the last matrix [V, D], from which a draft head may start its own LM head.
+        """Return the last matrix [V, D] for V tokens, from which a draft head may start its own LM head.
 
         Raises:
             ValueError: if the target's head changes the width of states, so that the matrix does not fit them.
@@ -52,7 +55,7 @@ class StockHead(TargetHead):
         return self.weight
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return [.., V], the target's logits for its base's output [.., D], in the weights' dtype.
+        """Return [.., V], the target's logits over V tokens for its base's output [.., D], in the weights' dtype.
 
         `out` is a tensor to write them to; None: a new one.
         """
@@ -65,7 +68,10 @@ class StockHead(TargetHead):
         return logits if out is None else out.copy_(logits)
 
     def slope(self, logits: Tensor, hidden: Tensor) -> Tensor:
-        """Return what `pull_back` needs: the states themselves, from which it runs the forward again."""
+        """Return what `pull_back` needs: the states [.., D], from which it runs the forward again.
+
+        In a `TargetHead` this is the derivative of a softcap; the loss passes it on unread.
+        """
         return hidden
 
     def pull_back(self, gradient: Tensor, slope: Tensor | None) -> Tensor:
@@ -78,6 +84,7 @@ class StockHead(TargetHead):
         with torch.enable_grad():
             hidden = slope.detach().requires_grad_()
             logits = self.logits(hidden)
+        # a tuple of one gradient
         return torch.autograd.grad(logits, hidden, gradient.to(logits.dtype))[0].to(
             self.weight.dtype
         )
@@ -108,12 +115,12 @@ class PassThrough(nn.Module):
         self.output = output
 
     def forward(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return the states [B, T, D] that come as `input_ids` as an output of the base's class."""
+        """Return the states [B, T, D] that the model passes as `input_ids`, as an output of the base's class."""
         return self.output(last_hidden_state=input_ids)
 
 
 def stock_head(model: Any, config: Any, head: TargetHead, output: Any) -> StockHead:
-    """Return a head that computes logits by the model's own forward above its base.
+    """Return a head that computes logits by the model's own forward above its base (the model below its LM head).
 
     Args:
         model: the target's model.
@@ -122,8 +129,10 @@ def stock_head(model: Any, config: Any, head: TargetHead, output: Any) -> StockH
         output: an output of the model's base, for its class.
     """
     base = base_of(model)
+    # the base's name in the model
     path = next(name for name, module in model.named_modules() if module is base)
-    upper, _ = share_weights(model, config, nn.ModuleList())
+    # without decoder layers, as the part above the base runs none; the second item is the tree's config
+    upper, _ = share_weights(model, config, layers=nn.ModuleList())
     # only the second module tree gets a `PassThrough`, and the model itself keeps its base
     parent, _, name = path.rpartition(".")
     upper.get_submodule(parent)._modules[name] = PassThrough(type(output), base)

@@ -36,7 +36,7 @@ def base_of(model: Any) -> Any:
     leads to a mere wrapper.
     """
     embedding = model.get_input_embeddings()
-    base = model
+    base = model  # takes token ids too, but has the LM head
     # go down to the embedding until a module takes token ids
     while base is model or not takes_tokens(base):
         inner = [child for child in base.children() if _contains(child, embedding)]
@@ -90,7 +90,7 @@ def decoder_layers(base: nn.Module, count: int) -> nn.ModuleList:
 
 
 def _outermost(names: Iterable[str]) -> list[str]:
-    """Return the names of the modules that are nested least deep, by the dots in their names."""
+    """Return the names of the modules that are nested least deep, by the number of dots in their names."""
     names = list(names)
     depth = min(name.count(".") for name in names)
     return [name for name in names if name.count(".") == depth]
@@ -110,6 +110,7 @@ def typical_config(config: Any, keys: Iterable[str]) -> Any:
     one, global layers have wider heads, and transformers raises an error for the width of all.
     """
     try:
+        # asked for the error alone, which a config raises where layers differ
         for key in keys:
             getattr(config, key, None)
     # AmbiguousGlobalPerLayerAttributeError, which older releases of transformers do not have
@@ -118,6 +119,7 @@ def typical_config(config: Any, keys: Iterable[str]) -> Any:
         values = []
         for layer in layers:
             values.append([getattr(layer, key, None) for key in keys])
+        # the first layer with the values that most layers have
         return layers[values.index(max(values, key=values.count))]
     return config
 
@@ -133,5 +135,8 @@ def device_of(layer: nn.Module) -> torch.device:
 
 
 def count_cache_layers(config: Any, layers: Sized = ()) -> int:
-    """Return the number of layers of a model's cache: that of the config, or of the decoder layers if they are more."""
+    """Return the number of layers of a model's cache: that of the config, or of the decoder layers if they are more.
+
+    Without `layers` it is the config's number.
+    """
     return max(len(layers), config.get_text_config(decoder=True).num_hidden_layers)

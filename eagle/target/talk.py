@@ -40,9 +40,10 @@ class ChatMixin:
 
     @property
     def stop_tokens(self) -> tuple[int, ...]:
-        """The EOS tokens of the generation config, the config and the tokenizer."""
+        """The ids of the tokens that end an answer: the EOS tokens of generation config, config and tokenizer."""
         tokens: list[int] = []
         for owner in (self.model.generation_config, self.config, self.tokenizer):
+            # an id, a list of ids, or None
             eos = getattr(owner, "eos_token_id", None)
             if isinstance(eos, list):
                 tokens += eos
@@ -59,6 +60,7 @@ class ChatMixin:
                 passed to a vision model. The tokens of such a prompt hold its images.
             template_kwargs: arguments of the chat template.
         """
+        # a vision model may have its template in its processor
         if not getattr(self.tokenizer, "chat_template", None) and not getattr(
             self.processor, "chat_template", None
         ):
@@ -81,6 +83,7 @@ class ChatMixin:
         # the templates of some vision models print only contents that are lists of parts, and drop a plain string
         if self.processor is not None:
             messages = list_parts(messages)
+        # `return_dict` False: token ids alone
         return self.tokenizer.apply_chat_template(messages, **{"return_dict": False, **kwargs})
 
     def _tokenize_with_images(
@@ -103,6 +106,7 @@ class ChatMixin:
                 "videos need torchvision, too); where its type has a class for text alone, load it with images=True"
             )
         images = [image_in(part) for part in image_parts]
+        # with an image token in the place of each image
         text = self.processor.apply_chat_template(
             list_parts(messages),
             **{**kwargs, "tokenize": False},
@@ -146,8 +150,9 @@ class ChatMixin:
             ValueError: for unsupported settings.
         """
         refuse_fields(self.model.generation_config)
-        # transformers fills in its own defaults, such as a top-k of 50
+        # transformers fills in its own defaults, such as a top-k of 50; the second item is arguments of the forward
         config, _ = self.model._prepare_generation_config(None)
+        # the config's settings as transformers' logits processors, from which `Sampling` reads them
         processors = self.model._get_logits_processor(
             generation_config=config,
             input_ids_seq_length=1,
@@ -175,7 +180,7 @@ def prepare_media(processor: Any, shown: Shown, tokens: Tensor) -> dict[str, Any
     Args:
         processor: the target's processor.
         shown: the sequence's text, and the paths and checksums of its images.
-        tokens: [T], as the store holds them; the text may go on after them.
+        tokens: [T], the T tokens that the feature store holds; the text may go on after them.
 
     Raises:
         ValueError: if the images or the processor are not those that the text was tokenised with.

@@ -24,7 +24,7 @@ TOKENS_FIRST = "[T, B, D]"
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The shape of a layer's input.
+    """The shape of a layer's input, which a tap reads.
 
     A model may have several streams of states. A tap then gives their mean, as vLLM does for DeepSeek-V4.
     """
@@ -33,12 +33,16 @@ class Layout:
     width: int  # of a state in one stream
 
     def read(self, states: Tensor) -> Tensor:
-        """Return [B, T, D], one state for each token, from a layer's input."""
+        """Return [B, T, D], one state of width D for each of T tokens of B sequences, from a layer's input.
+
+        Several streams of states become their mean.
+        """
         if self.axes == STREAMS_FIRST:
             return states.mean(0)
         if self.axes == STREAMS_THIRD:
             return states.mean(2)
         if self.axes == STREAMS_JOINED:
+            # over the S streams of [B, T, S, D]
             return states.unflatten(-1, (-1, self.width)).mean(2)
         if self.axes == TOKENS_FIRST:
             return states.transpose(0, 1)
@@ -48,8 +52,10 @@ class Layout:
 def find_layout(states: Tensor, length: int, width: int) -> Layout | None:
     """Return the layout of a layer's input; None if it is unknown.
 
-    The axes of a single sequence show it whatever the number of streams: the batch axis, of size 1, is next to the
-    tokens' axis.
+    Layouts are [B, T, D] (PLAIN) and [T, B, D] (TOKENS_FIRST) for B sequences of T tokens with states of width D. With
+    S streams of states they are [S, B, T, D] (STREAMS_FIRST), [B, T, S, D] (STREAMS_THIRD) and [B, T, S * D]
+    (STREAMS_JOINED). The axes of a single sequence show which one it is, whatever the number of streams: the batch
+    axis, of size 1, is next to the tokens' axis.
 
     Args:
         states: a layer's input for one sequence.
@@ -74,9 +80,9 @@ def refuse_taps(taps: Sequence[int], count: int, layouts: Mapping[int, Layout], 
     """Raise a ValueError for taps that a target does not have, or whose states differ in width.
 
     Args:
-        taps: layer indices, or -1 for the LM head's input.
+        taps: indices of layers whose inputs are read, or -1 for the LM head's input.
         count: the number of the target's layers.
-        layouts: by tap, of the layer inputs that can be read.
+        layouts: by tap the shape of the states there, for the taps that can be read.
         kind: the model's type, for messages.
     """
     wrong = [tap for tap in taps if not -1 <= tap < count]
@@ -105,6 +111,9 @@ def find_feature_fault(reader: Any) -> str | None:
     """Return in words why a draft head cannot learn from a model's states; None if it can.
 
     It cannot if the model is not causal. A trial changes the last token, and compares the states before it.
+
+    Args:
+        reader: the `TreeReader` that runs the model.
     """
     tokens = torch.arange(3, 3 + CAUSAL_TOKENS) % reader.config.vocab_size
     changed = tokens.clone()
@@ -124,7 +133,11 @@ def find_feature_fault(reader: Any) -> str | None:
 
 
 def tell_what_works(reader: Any) -> str:
-    """Return a sentence that says what can still be done with a model that cannot read draft trees."""
+    """Return a sentence that says what can still be done with a model that cannot read draft trees, for an error.
+
+    Args:
+        reader: the `TreeReader` that runs the model.
+    """
     try:
         fault = find_feature_fault(reader)
     # ImportError comes from kernels that are not installed

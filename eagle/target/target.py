@@ -81,21 +81,24 @@ class Target(ChatMixin):
     def _find_out(self) -> None:
         """Make the reader and the head for the model as it is now, and mark the model to notice later changes."""
         model = self.model
-        # both have plain matrices, which draft heads borrow
+        # both with plain matrices, as draft heads borrow them: copies where the model's own are quantised, say
         embedding, output = borrowed_layers(model)
         self.device = device_of(embedding)
         settle_weights(model, self.device)
+        # whether bits must not depend on what is read together, as in `load`; by default on a CPU
         wants_invariant = self.invariant
         if wants_invariant is None:
             wants_invariant = self.device.type == "cpu"
+        # runs the model under tree masks, through a second set of modules over the same weights
         self.reader = TreeReader(model, self.config, invariant=wants_invariant)
         # the LM head's rows, which may be more than the tokenizer's entries
         self.vocab_size = output.get_parameter("weight").shape[0]
         # a first forward shows the shapes of the layers' inputs, and which attributes the model sets by itself: those
         # are no changes by the user
         tokens = torch.arange(1, 5, device=self.device)[None] % self.vocab_size
-        reader_mark = ModelMark(self.reader.model, self.config, set())
+        reader_mark = ModelMark(self.reader.model, self.config, hooked=set())
         with torch.no_grad():
+            # by tap, a layer's index or -1 for the LM head's input: the states [T, D] of the only sequence
             states = {tap: rows[0] for tap, rows in self.reader.find_layouts(tokens).items()}
         volatile = reader_mark.differences()
         self.head = borrow_head(
@@ -105,7 +108,8 @@ class Target(ChatMixin):
             first=states.get(0),
             last=states[-1],
         )
-        # a length in tokens that no sequence may grow across, see `rope_border`
+        # a length in tokens that no sequence may grow across, as beyond it a longrope model reads all of its tokens
+        # with other rotary frequencies; infinite for other models
         self.border = rope_border(self.config)
         self.viewed: TargetView | None = None  # made at the first call of `view`
         self.found_variance: str | None = None  # of `variance`; None: not tried yet, "": none found
@@ -137,17 +141,22 @@ class Target(ChatMixin):
         )
 
     def describe(self) -> str:
-        """Return in words how this target reads draft trees, as logs and result files name it; try it if need be."""
+        """Return in words how this target reads draft trees, for logs and result files.
+
+        The first call finds out by trials, which later calls do not repeat.
+        """
         self.refresh()
         with self.lock:
             # two rows, so that batches are tried too
             self.reader.check(rows=2)
         facts = [self.reader.describe()]
+        # a batch changed the states of its sequences in the trial
         if self.reader.reads_rows is False:
             facts.append("one text at a time")
         packed = count_packed(self.model)
         if packed:
             facts.append(f"{packed} linears are packed")
+        # the model's steps by one token differ from its forward over a sequence, and trees were compared with the steps
         if self.reader.follows_steps:
             facts.append("the truth is its own steps by one token")
         if self.model.dtype in HALF:
@@ -183,6 +192,7 @@ class Target(ChatMixin):
             return self.found_variance or None
 
     def _name_adapter(self) -> str:
+        """Return the name of this target's adapter as the end of a sentence about it, "" without one."""
         return "" if self.adapter is None else f"; with the adapter {self.adapter}"
 
     def __reduce__(self) -> Any:
@@ -263,6 +273,9 @@ class Target(ChatMixin):
 
         Any number of such targets share the weights. Each keeps its own sequences, so that they and this target may
         decode in turns.
+
+        Args:
+            path: a folder or a hub id of the adapter.
         """
         if self.sharded:
             raise ValueError(
@@ -299,7 +312,7 @@ class Target(ChatMixin):
         return self.reader.layers
 
     def view(self) -> TargetView:
-        """Return the target's layers, for a drafter that runs them."""
+        """Return the target's layers, for a drafter that runs some of them with a cache of its own; made once."""
         self.refresh()
         if self.viewed is None:
             self.viewed = TargetView(self)
@@ -337,14 +350,16 @@ class Target(ChatMixin):
         It may reuse the sequence that was `close`d last, so that a shared prefix is not read again.
 
         Args:
-            taps: the layers whose inputs it returns with the logits.
-            max_tokens: the most that its cache may hold, in columns times rows; None: no limit.
+            taps: indices of the layers whose inputs it returns with the logits; -1 is the LM head's input.
+            max_tokens: the most that its cache may hold, in columns (one token each) times rows (one sequence each);
+                None: no limit.
         """
         self.refresh()
         # the spare state is taken under the lock, as another thread may open one too
         with self.lock:
             spare = self.spare
             self.spare = None
+        # differs once weights have changed, and then the cached states are wrong
         mark = self.weight_mark.read()
         if spare is not None and spare.taps == taps and max_tokens is None and spare.mark == mark:
             return spare
@@ -387,19 +402,19 @@ class Target(ChatMixin):
 
         Args:
             tokens: as `max_tokens_in_cache`.
-            taps: the tapped layer inputs; without them they are the drafter's.
+            taps: indices of the layers whose inputs are kept for each token; (): those that the drafter reads.
             drafter: the drafter; None for none.
             texts: the number of sequences that share the tokens; a drafter may keep only the end of a long one.
         """
         texts = positive_int("texts", texts)
         if drafter is not None:
             taps = taps or drafter.taps
-        # reading one token allocates the buffers, which show the bytes of a column
+        # reading one token allocates the buffers, which show the bytes of a column (all that is cached for one token)
         state = TargetState(self, taps)
         state.begin([0], Choose(Sampling()))
         column = state.cache.column_bytes
-        tapped = state.cache.tapped.tensor
-        # rounded up
+        tapped = state.cache.tapped.tensor  # [rows, taps, columns, D], the tapped states
+        # tokens of each sequence, rounded up
         length = -(-tokens // texts)
         total = tokens * column + texts * self._state_bytes(state, length)
         if drafter is not None:
@@ -425,6 +440,7 @@ class Target(ChatMixin):
         sizes = []
         for length in (1, 5):
             state.begin([0] * length, Choose(Sampling()))
+            # of the only sequence, which lies in cache row 0
             sizes.append(state.cache.states.state_bytes(0))
         by_token = (sizes[1] - sizes[0]) // 4
         # states are kept at several lengths of the sequence; all are counted with the size of the last, the largest
@@ -433,12 +449,18 @@ class Target(ChatMixin):
     def is_alone(self, length: int) -> bool:
         """Return whether a sequence of this length must be read alone, as a batch would make its states wrong.
 
-        Beyond longrope's border the longest sequence decides the rotary frequencies of all.
+        A longrope model reads sequences of more than `border` tokens with other rotary frequencies, and the longest
+        sequence of a batch decides those of all. For other models a trial has told whether batches are right.
         """
+        # `reads_rows` is None before the trial, which runs when a second row is admitted
         return length > self.border or self.reader.reads_rows is False
 
     def room(self, prompt: list[int]) -> int:
-        """Return how many tokens may follow a prompt before the model's last position or longrope's border."""
+        """Return how many tokens may follow a prompt before the model's last position or its border.
+
+        The border is the length beyond which a longrope model changes its rotary frequencies. A prompt that is longer
+        than the border is not limited by it.
+        """
         end = self.max_positions or sys.maxsize
         # one more than the border, as the last token is not read
         if len(prompt) <= self.border < sys.maxsize:
@@ -450,6 +472,7 @@ class Target(ChatMixin):
 
         Beyond it a model reads the whole sequence with other rotary frequencies, so that cached keys would be wrong.
         """
+        # a sequence that starts at 0 has no cached keys, and one that starts beyond the border has the right ones
         if 0 < start <= self.border < end:
             raise ValueError(
                 f"{self.config.model_type} reads sequences of more than {self.border} tokens with other rotary "
@@ -468,8 +491,8 @@ class Target(ChatMixin):
         """Return the hidden states from which a head learns, by one forward over whole sequences without a cache.
 
         Args:
-            tokens: [B, T], right-padded.
-            taps: L layers whose inputs are returned; -1 is the LM head's input.
+            tokens: [B, T], B sequences of up to T tokens, right-padded.
+            taps: indices of L layers whose inputs are returned; -1 is the LM head's input.
             dtype: of the states; None: the model's.
             media: for a single sequence with images, what a processor gave except the tokens.
 
@@ -479,17 +502,21 @@ class Target(ChatMixin):
         self.refresh()
         self.check_taps(taps)
         self.check_images(tokens, media)
+        # the context fills the dict for layers; the output is the LM head's input
         with self.lock, self.reader.tapping(taps) as tapped:
             tapped[-1] = self.reader.read_sequences(tokens, media)
         return torch.stack([tapped[tap].to(self.device, dtype) for tap in taps], dim=2)
 
     def width_of(self, taps: tuple[int, ...]) -> int:
-        """Return the width of the states at these taps, which all have the same."""
+        """Return the width of the states at these taps (layer indices, or -1 for the LM head's input).
+
+        All have the same width, for others are refused.
+        """
         self.check_taps(taps)
         return self.reader.layouts[taps[0]].width
 
     def check_taps(self, taps: tuple[int, ...]) -> None:
-        """Refuse taps that are not layer inputs of this target."""
+        """Refuse taps that are neither layer indices nor -1 (the LM head's input), or whose states differ in width."""
         refuse_taps(taps, len(self.reader.layers), self.reader.layouts, self.config.model_type)
 
 

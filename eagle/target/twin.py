@@ -22,6 +22,8 @@ SEPARATE = ("_modules", "_buffers", "_forward_pre_hooks", "_forward_pre_hooks_wi
 def share_weights(model: Any, config: Any, layers: nn.ModuleList) -> tuple[Any, Any]:
     """Return a second module tree over a model's parameters, and the copy of its text config that this tree reads.
 
+    The caller changes how the second tree reads, while the user's model stays as it is.
+
     Modules, config values and attributes of the second tree can be changed without changing the model. So can its
     buffers, which some rotary embeddings replace in a forward, and the hooks of the given layers and of vision towers.
     Parameters and all other hooks are shared. Attributes are copied once: `ModelMark` shows when the model's change.
@@ -37,13 +39,15 @@ def share_weights(model: Any, config: Any, layers: nn.ModuleList) -> tuple[Any, 
     twin_config = copy.copy(config)
     twins[id(config)] = twin_config
     outer = getattr(model, "config", config)
-    # the config of a model with several parts: some modules read the text config from it
+    # a model with several parts has a config that holds the text config, from which some modules read that
     if outer is not config:
         twins[id(outer)] = copy.copy(outer)
         vars(twins[id(outer)]).update(_swap_all(vars(outer), twins))
     separate = with_own_hooks(model, layers)
     for module in modules:
+        # attributes that hold modules or configs hold their counterparts
         state = _swap_all(vars(module), twins)
+        # dicts that both trees would share: submodules and buffers, and in some modules also hooks
         for name in SEPARATE if id(module) in separate else SEPARATE[:2]:
             state[name] = type(state[name])(_swap_all(vars(module)[name], twins))
         for name in module._non_persistent_buffers_set:
@@ -68,8 +72,10 @@ def with_own_hooks(model: Any, layers: nn.ModuleList) -> set[int]:
 
 def _towers(model: Any, layers: nn.ModuleList) -> list[Any]:
     """Return the models inside a model that have no part in running its decoder layers, such as vision towers."""
+    # no layers are given, so none can be told from a tower
     if not layers:
         return []
+    # of the module whose child the layers are
     text_modules = {id(module) for module in holder_of(model, layers).modules()}
     towers = []
     for module in model.modules():
@@ -82,14 +88,18 @@ def _towers(model: Any, layers: nn.ModuleList) -> list[Any]:
 
 
 def _swap_all(values: Mapping[str, Any], twins: dict[int, Any]) -> dict[str, Any]:
-    """Return a dict with each value replaced by its counterpart in the second tree."""
+    """Return a dict with each value replaced by its counterpart in the second tree.
+
+    `twins` holds the counterparts of modules and configs by their ids.
+    """
     return {name: _swap(value, twins) for name, value in values.items()}
 
 
 def _swap(value: Any, twins: dict[int, Any]) -> Any:
     """Return a value's counterpart in the second tree.
 
-    It is the twin of a module or config, a method or partial bound to such a twin, or else the value itself.
+    It is the twin of a module or config, a method or partial bound to such a twin, or else the value itself. `twins`
+    holds the counterparts of modules and configs by their ids.
     """
     if id(value) in twins:
         return twins[id(value)]

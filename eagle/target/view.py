@@ -34,7 +34,7 @@ class TargetView:
         self.head = target.head
         self.device = target.device
         self.lock = target.lock  # held while layers are switched off
-        # a second set of modules, as the target's may run in another thread
+        # runs the model through a second set of modules, as the target's may run in another thread
         self.reader = TreeReader(target.model, target.config)
         # trials must first find how layers that keep a state read trees; attention needs none of them
         if target.reader.stateful:
@@ -97,10 +97,11 @@ class TargetView:
         """Run layers `start` to `end` (exclusive); keys and values are written at the cache's write offset.
 
         Args:
-            hidden: [B, N, D], the input at the last N of R uncommitted tokens, which attend to all committed columns.
+            hidden: [B, N, D], of B sequences the input of width D at the last N of R uncommitted tokens, which attend
+                to all committed columns (the tokens in the cache).
             positions: [B, R], of all uncommitted tokens, on the host.
             tree_mask: [B, N, R], which of the R each of the last N attends to; None: the earlier ones and itself.
-            cache: the cache of these layers.
+            cache: the cache of these layers; its `starts` are where the N tokens are written.
             start: the first layer.
             end: the layer after the last; None: all.
 
@@ -112,6 +113,7 @@ class TargetView:
         mask = None
         # attention that is run over paths makes its masks by itself
         if not self.reader.has_rows:
+            # the committed columns: earlier forwards have written the other `width - count` uncommitted tokens
             starts = [first - (width - count) for first in cache.starts]
             mask = self.reader.masks(starts, positions, tree_mask)
         end = len(self) if end is None else end
@@ -128,10 +130,10 @@ class TargetView:
         cache: TreeCache,
         mask: Tensor | None = None,
     ) -> Tensor:
-        """Run layers `start` to `end` (exclusive) on one sequence.
+        """Run layers `start` to `end` (exclusive) on N new tokens of one sequence, after the S committed ones.
 
         Args:
-            hidden: [N, D], the input at these positions.
+            hidden: [N, D], the input at these positions, of width D.
             positions: N positions.
             start: the first layer.
             end: the layer after the last.
@@ -172,15 +174,15 @@ class TargetView:
         """Run the whole model, and return the target's logits after uncommitted tokens.
 
         Args:
-            tokens: [B, N], the last N of R uncommitted tokens.
-            positions: as in `read`.
-            tree_mask: as in `read`.
-            cache: as in `read`.
-            columns: [B, S], the positions that the cache's columns hold; None: in order.
+            tokens: [B, N], of B sequences, the last N of R uncommitted tokens.
+            positions: [B, R], of all uncommitted tokens, on the host.
+            tree_mask: [B, N, R], which of the R each of the last N attends to; None: the earlier ones and itself.
+            cache: the cache of all layers, where the tokens are written at its write offset.
+            columns: [B, S], the positions of the S committed columns (the tokens in the cache); None: in order.
             scored: the number of last tokens whose logits are returned; None: all N.
 
         Returns:
-            [B, N or `scored`, V].
+            [B, N or `scored`, V], over the V tokens of the vocabulary.
         """
         with self.lock:
             hidden = self.reader(tokens, positions, tree_mask, cache, columns)
@@ -188,10 +190,11 @@ class TargetView:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return [.., V], the logits of a layer's output [.., D], by the target's final norm and LM head."""
+        """Return [.., V], the logits over V tokens of a layer's output [.., D], by the final norm and the LM head."""
         rows = hidden.reshape(1, -1, hidden.shape[-1])
         positions = torch.zeros(1, rows.shape[1], dtype=torch.long)
-        # with all layers switched off, only the final norm is left of the model's forward
+        # a range without layers switches all of them off: only the final norm is left of the model's forward. Positions
+        # and mask do not matter then
         with self.lock, self._only(rows, range(len(self), len(self))):
             mask = self.reader.masks([0], positions, None)
             normed = self._forward(rows, positions, mask, self.new_cache())
@@ -206,7 +209,15 @@ class TargetView:
         *,
         layers: range,
     ) -> Tensor:
-        """Return [B, N, D], the output of the last of these layers for `hidden`; the other arguments as in `read`."""
+        """Return [B, N, D], the output of the last of these layers.
+
+        Args:
+            hidden: [B, N, D], of B sequences the first layer's input of width D at the last N of R uncommitted tokens.
+            positions: [B, R], of all uncommitted tokens.
+            mask: as `Masks` makes it.
+            cache: the cache, where keys and values are written at its write offset.
+            layers: the indices of the layers.
+        """
         if not 0 <= layers.start <= layers.stop <= len(self):
             raise ValueError(
                 f"layers {layers.start}..{layers.stop} are none of this target: expected "
@@ -214,21 +225,22 @@ class TargetView:
             )
         with self.lock, self._only(hidden, layers) as output:
             self._forward(hidden, positions, mask, cache)
-        return output[0]
+        return output[0]  # the list holds the last layer's output alone
 
     def _forward(self, hidden: Tensor, positions: Tensor, mask: Any, cache: TreeCache) -> Tensor:
         """Run the model's forward within `_only`, and return [B, N, D], the LM head's input.
 
         Args:
-            hidden: [B, N, D], passed in place of embeddings.
+            hidden: [B, N, D], passed in place of the embeddings of the last N of R uncommitted tokens of B sequences.
             positions: [B, R], of all uncommitted tokens.
             mask: as `Masks` makes it.
             cache: the cache.
         """
         count = hidden.shape[1]
+        # the committed columns: the write offset lies after the uncommitted tokens of earlier forwards
         starts = [first - (positions.shape[1] - count) for first in cache.starts]
         with self.reader.placing(
-            TokenPositions(starts, positions, count, None, self.reader.masks), cache
+            TokenPositions(starts, positions, count, committed=None, masks=self.reader.masks), cache
         ):
             output = self.reader.run({"inputs_embeds": hidden}, positions[:, -count:], mask, cache)
         return output.last_hidden_state
@@ -237,10 +249,11 @@ class TargetView:
     def _only(self, hidden: Tensor, layers: range) -> Iterator[list[Tensor]]:
         """A context in which the model's forward runs only these layers, the first of them on `hidden`.
 
-        It yields a list that gets the output of the last layer.
+        Each layer is replaced in the model by one that can be skipped, and put back at the end. The context yields a
+        list that gets the output of the last layer.
         """
         stack = self.reader.layers
-        output: list[Tensor] = []
+        output: list[Tensor] = []  # one item, which every layer overwrites
         # the layer that gets `hidden`: with no layer to run, the last one passes it on to the final norm
         first = min(layers.start, len(self) - 1)
         try:
@@ -281,7 +294,8 @@ class TargetView:
 
         fault = ""
         try:
-            # a layer that is skipped must return a tuple if the others do, so the first run, with all layers, looks
+            # the first run, with all layers, only sets `returns_tuples`: a layer that is skipped must return a tuple if
+            # the others do
             with self.decoder_layers[0].register_forward_hook(see_output):
                 run_first(len(self))
             if not is_close(self.logits(run_first(len(self))), expected):
@@ -360,20 +374,24 @@ class TargetSequences:
     """
 
     def __init__(self, view: TargetView, state: Any) -> None:
+        """Take the target's layers, and the `TargetState` that holds the rows."""
         self.view = view
         self.state = state
 
     def _cache_rows(self, rows: Sequence[int]) -> list[int]:
-        """Return the index of each row in the cache's batch dimension."""
+        """Return the index of each row in the cache's batch dimension; a row is a sequence by its caller's number."""
         return [self.state.rows.index(row) for row in rows]
 
     def length(self, row: int) -> int:
-        """Return the committed tokens of a row, all of which the target has read."""
+        """Return the number of a row's committed tokens, all of which the target has read."""
         return self.state.length(row)
 
     def room(self, row: int) -> float:
-        """Return the number of columns that a draft may use after a row's sequence without growing the cache."""
-        # without a limit the cache may grow
+        """Return the number of columns (one for each token) that a draft may use after a row's sequence.
+
+        It is infinite without a limit of the cache, which then grows. With one, it is what is left of the columns that
+        were reserved for the row.
+        """
         return (
             math.inf
             if self.state.max_tokens is None
@@ -381,7 +399,10 @@ class TargetSequences:
         )
 
     def keys_values(self, row: int, layer: int) -> tuple[Tensor, Tensor]:
-        """Return [X, T, D] each, a layer's rotated keys and values of a row's committed tokens (read-only)."""
+        """Return [X, T, D] each, a layer's rotated keys and values of a row's T committed tokens, X heads of width D.
+
+        They are views of the target's cache, which must not be written to.
+        """
         (cache_row,) = self._cache_rows([row])
         cache_layer = self.state.cache.layers[layer]
         end = self.state.cache.lengths[cache_row]
@@ -390,7 +411,7 @@ class TargetSequences:
         return keys, values
 
     def groups(self, rows: Sequence[int]) -> list[list[int]]:
-        """Return groups of rows that may share a forward, in the order of their cache rows."""
+        """Return groups of rows that may share a forward, each in the order of the rows in the cache."""
         return self.state.groups(sorted(rows, key=self.state.rows.index))
 
     def copy_columns(
@@ -427,7 +448,8 @@ class TargetSequences:
         Args:
             row: the row.
             count: N, the number of tokens that are read.
-            observe: gets a layer's index, queries [1, H, N, D], keys [1, X, T, D] and the scale of their product.
+            observe: called for each layer with its index, queries [1, H, N, D] of H heads of width D, keys
+                [1, X, T, D] of all T tokens of the row for X heads, and the scale of their product.
         """
         sequence = self.state.sequence(row)
         start = len(sequence) - count
@@ -436,6 +458,7 @@ class TargetSequences:
         for layer in range(len(self.state.cache.layers)):
             keys, values = self.keys_values(row, layer)
             lent.append((keys[None, :, :start], values[None, :, :start]))
+        # after images a token's position is its column plus an offset
         (cache_row,) = self._cache_rows([row])
         cache = BorrowedCache(lent, self.state.cache.offsets.get(cache_row, 0))
         tokens = torch.tensor([sequence[start:]])
@@ -457,19 +480,19 @@ class TargetSequences:
 
         Args:
             rows: the rows.
-            tokens: [B, K]; earlier calls have read those before.
+            tokens: [B, K], of B rows; earlier calls have read those before.
             depths: of each of all R draft tokens, in all rows alike, how many draft tokens precede it on its path.
                 Depth 0 is the first position after the committed sequence.
             tree_mask: [B, K, R], the draft tokens that each of the K attends to; None: a chain of new tokens.
             layers: the number of layers, from the first one; None: all.
 
         Returns:
-            [B, K, D], the output of the last layer.
+            [B, K, D], the output of the last layer, of width D.
         """
         cache = self.state.cache
         cache_rows = self._cache_rows(rows)
         starts = [cache.lengths[cache_row] for cache_row in cache_rows]
-        read_before = len(depths) - tokens.shape[1]
+        read_before = len(depths) - tokens.shape[1]  # draft tokens that earlier calls have written
         positions = torch.tensor(starts)[:, None] + torch.tensor(depths)
         cache.set_write_offset(cache_rows, [start + read_before for start in starts])
         return self.view.read(

@@ -38,7 +38,19 @@ def decode_once(
     features: Features,
     held_out: list[int],
 ) -> Counts:
-    """Decode held-out prompts on the main process and return the counts on all; {} where nothing is to be decoded."""
+    """Decode held-out prompts on the main process alone, and return what it counted on all processes.
+
+    Args:
+        accelerator: Every process calls with its own, since the counts are broadcast.
+        decoding: Decodes the prompts; None where this run decodes nothing.
+        head: The head that drafts, with whole weights.
+        features: The source of the conversations.
+        held_out: Indices of the conversations that are not trained on.
+
+    Returns:
+        For each temperature, by its name in the metrics, [generated tokens, target forwards] of each prompt. {} where
+        nothing is decoded.
+    """
     if decoding is None or not held_out:
         return {}
     counts = [decoding.decode(head, features, held_out) if accelerator.is_main_process else {}]
@@ -48,7 +60,10 @@ def decode_once(
 
 
 def group_by_prompt(counts: Counts) -> dict[tuple[str, int], list[int]]:
-    """Return [tokens, cycles] by (temperature, index of the prompt): the samples by which heads are compared."""
+    """Return [tokens, cycles] by (name of the temperature, index of the prompt): the samples that a comparison takes.
+
+    A cycle is one forward of the target over a draft.
+    """
     by_prompt = {}
     for temperature, pairs in counts.items():
         for i, pair in enumerate(pairs):
@@ -57,8 +72,9 @@ def group_by_prompt(counts: Counts) -> dict[tuple[str, int], list[int]]:
 
 
 def acceptance_length(pairs: Iterable[Sequence[int]]) -> float:
-    """Return the mean acceptance length, tokens per cycle, over pairs [tokens, cycles]."""
+    """Return the mean acceptance length, tokens per target forward, over pairs [tokens, cycles]."""
     tokens, cycles = (sum(column) for column in zip(*pairs, strict=True))
+    # without any cycle there are no tokens either: the length is 0
     return tokens / max(cycles, 1)
 
 
@@ -77,7 +93,10 @@ class Choice:
 
     @classmethod
     def parse(cls, state: Any) -> Choice:
-        """Return the choice that a checkpoint holds; checkpoints of earlier releases hold its score alone."""
+        """Return the choice from the entry "best" of a checkpoint: a dict of its fields, or the score alone.
+
+        Checkpoints of earlier releases hold only the score.
+        """
         return cls(**state) if isinstance(state, dict) else cls(score=state)
 
     def add(self, step: int, counts: Counts, metrics: Mapping[str, float]) -> bool:
@@ -90,7 +109,8 @@ class Choice:
             counts: What it decoded, or {}.
             metrics: The figures of its validation, {} without held-out conversations.
         """
-        # without held-out conversations the score is the step, so that the last head is the best
+        # "tree/tau" is the predicted acceptance length with the fixed tree of EAGLE-1; without held-out conversations
+        # the score is the step, so that the last head is the best
         score = metrics.get("tree/tau", float(step))
         if counts:
             score = acceptance_length(group_by_prompt(counts).values())
@@ -115,10 +135,18 @@ class Choice:
     def describe(
         self, step: int, counts: Counts, metrics: Mapping[str, float], decoding: Decoding
     ) -> str:
-        """Return a line for the log that compares the head just decoded with the best one; call `add` first."""
+        """Return a line for the log that compares the head just decoded with the best one; call `add` first.
+
+        Args:
+            step: The step after which the head was decoded.
+            counts: Its tokens and cycles by prompt.
+            metrics: The figures of its validation, of which the cross-entropy is read.
+            decoding: It estimates the difference between two heads and its interval.
+        """
         line = f"step {step}: {describe_tau(counts)}"
         if self.step == step:
             return f"{line}, the best so far"
+        # the acceptance length of the best head minus that of this one, and the ends of its interval
         difference, low, high = decoding.compare(counts, self.counts)
         line += f", {difference:.2f} ({low:.2f} to {high:.2f}) below that of step {self.step}"
         # a falling loss with a shorter acceptance length shows that the loss no longer measures what counts
@@ -128,7 +156,10 @@ class Choice:
         return line
 
     def describe_gain(self, decoding: Decoding) -> str:
-        """Return a line that compares the best head with the head of `train.init`, and says which of them to use."""
+        """Return a line that compares the best head with the head of `train.init`, and says which of them to use.
+
+        `decoding` estimates the difference of their acceptance lengths on the same prompts, and its interval.
+        """
         before = acceptance_length(group_by_prompt(self.start).values())
         after = acceptance_length(group_by_prompt(self.counts).values())
         gain, low, high = decoding.compare(self.start, self.counts)

@@ -27,13 +27,21 @@ class DraftsLoss:
     """
 
     def __init__(self, policy: OnPolicySection, dtype: str) -> None:
-        self.policy = policy
-        self.dtype = dtype
+        self.policy = (
+            policy  # the section `train.on_policy`: weights and kinds of the loss on drafts
+        )
+        self.dtype = dtype  # of the matrix products
 
     def __call__(
         self, head: Any, inputs: tuple[Batch, TargetHead], losses: dict[str, Tensor]
     ) -> dict[str, Tensor]:
-        """Return the losses of the head's forward plus those of the drafts: the signature of a torch forward hook."""
+        """Return the losses of the head's forward with those of the drafts added; torch calls it after each forward.
+
+        Args:
+            head: The module whose forward has run.
+            inputs: The arguments of that forward.
+            losses: What it returned: "total" is minimised, the rest is logged.
+        """
         # a forward with `count=True` returns its divisor and no loss
         if "total" not in losses:
             return losses
@@ -53,7 +61,14 @@ def losses_of_drafts(
     """Return two losses on the chains that the head drafted: of its accepted tokens, and of its rejected ones.
 
     The head drafts each chain of `batch.drafts` again, now with gradients: it starts from the same slot and reads the
-    tokens that it drafted then. Each level's probs are compared with the target's after the same tokens.
+    tokens that it drafted then. Each level's probs are compared with the target's after the same tokens. A slot is the
+    position of the last target state that a draft reads; level 0 is the first drafted token.
+
+    Args:
+        head: The head that trains.
+        batch: N tokens of whole sequences, with A drafts of at most K tokens each.
+        target_head: The target's embedding and LM head, whose probs teach.
+        policy: The section `train.on_policy`: the divergence for each kind of token, and the decay of weights.
 
     Returns:
         "accepted" and "rejected", divergences summed over drafts and divided by the number of supervised tokens.
@@ -65,18 +80,21 @@ def losses_of_drafts(
         return terms
     # the drafts' tokens and states are appended to the batch, and only their slots are supervised
     draft_batch = batch.on_drafts()
-    # tap -1 is the LM head's input, [N, H]
+    # [N + A K, H], the target's input to its LM head (tap -1) at the sequences' tokens, then at the drafted ones
     target_hidden = draft_batch.select_taps((-1,))[:, 0]
     slots = upload(drafts.slots, device)
+    # the supervised tokens of the whole step, or of this batch if it is the whole step
     divisor = drafts.divisor or max(batch.slots, 1)
+    # for each of K levels: the head's states [A, ..] at all drafts, and the LM head that reads them
     levels = head.draft_levels(draft_batch, target_head, drafts.tokens.shape[1])
     for level, (states, logits_of) in enumerate(levels):
-        # These are [A] and on the host. A draft may be shorter than this level. Level `accepted` holds the first
-        # rejected token, and the weight decays with the distance from it.
+        # The next three are [A] and on the host. A draft may have no token at this level. `accepted` counts the
+        # accepted tokens, so level `accepted` holds the first rejected one, and weights decay with the distance behind
+        # it.
         is_drafted = level < drafts.drafted
         distance = level - drafts.accepted
         weights = policy.decay ** distance.clamp(min=0).double() / divisor
-        # [A, H], the target's states that predict the tokens of this level
+        # [A, H], the target's states at the tokens before those of this level, which predict them
         level_hidden = target_hidden.index_select(0, draft_batch.places_behind(slots, 1 + level))
         chosen = {
             "accepted": is_drafted & (distance < 0),
@@ -84,9 +102,10 @@ def losses_of_drafts(
         }
         for name, is_chosen in chosen.items():
             index = upload(is_chosen.nonzero()[:, 0], device)
+            # no draft has a token of this kind at this level
             if not len(index):
                 continue
-            # [A', V] at the chosen drafts
+            # [A', V] at the A' chosen drafts
             logits = logits_of(states.index_select(0, index)).float()
             with torch.no_grad():
                 target_logits = target_head.logits(level_hidden.index_select(0, index)).float()
@@ -94,7 +113,8 @@ def losses_of_drafts(
                 if head.drafts is not None:
                     target_logits = target_logits[:, head.drafts]
                 target_probs = target_logits.softmax(-1)
-            objective = Objective(getattr(policy, name))
+            # the kind of divergence that the recipe names for accepted, or for rejected tokens
+            objective = Objective(kind=getattr(policy, name))
             level_weights = upload(weights[is_chosen].float(), device)
             terms[name] = terms[name] + weighted_divergence(
                 logits, target_probs, objective, level_weights
@@ -105,8 +125,12 @@ def losses_of_drafts(
 def weighted_divergence(
     logits: Tensor, probs: Tensor, objective: Objective, weights: Tensor
 ) -> Tensor:
-    """Return the divergence of the student's logits [A, V] from the teacher's probs [A, V], summed by weights [A]."""
-    # `compare_with` returns losses [A] and their gradients by the logits [A, V], and may overwrite what it gets
+    """Return the divergence of the student's logits [A, V] from the teacher's probs [A, V], summed by weights [A].
+
+    A are tokens, V the vocabulary. The gradient by the logits comes from a formula and not from autograd.
+    """
+    # the function that `compare_with` makes returns losses [A] and their gradients by the logits [A, V]; it may
+    # overwrite its arguments
     with torch.no_grad():
         losses, slopes = compare_with(probs, objective)(logits.clone(), logits.softmax(-1))
     slopes = slopes * weights[:, None]

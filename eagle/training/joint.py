@@ -33,8 +33,11 @@ class AdapterDropout(nn.Dropout):
     dropout: TextDropout | None = None  # draws for the sequences of the batch that is read now
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the adapter's input [B, T, ..] with dropout."""
-        # experts of a mixture, for one, read rows that are no padded sequences
+        """Return the adapter's input with dropout: [B, T, ..] of B sequences of the batch, padded to T tokens.
+
+        Any other input gets plain dropout.
+        """
+        # an expert of a mixture, for one, reads the rows that were routed to it, and no padded sequences
         if (
             self.dropout is None
             or not self.training
@@ -63,7 +66,7 @@ class Joint(nn.Module):
 
         Args:
             model: The target's transformers model.
-            head: The heads, which may read tap -1 of the target alone.
+            head: The heads, which may read tap -1 of the target alone: the input of its LM head.
             target_head: The target's embedding and LM head, which are not trained.
             settings: The section `joint` of the recipe.
         """
@@ -93,6 +96,9 @@ class Joint(nn.Module):
             examples: The sequences, without features.
             heads_weight: The weight of the heads' loss.
             part: The share of the sequences in their step; None where they are the whole step.
+
+        Returns:
+            "total", to be minimised; "target" and "heads", its two terms before the weight; the heads' logged losses.
         """
         part = part or StepPart(seeds=None, divisors=None, share=1.0)
         # without seeds the adapters draw plain dropout
@@ -115,9 +121,13 @@ class Joint(nn.Module):
         return {"total": target + heads_weight * heads, "target": target, "heads": heads, **losses}
 
     def read(self, examples: Sequence[Example], *, compare: bool) -> tuple[Batch, Tensor | None]:
-        """Return a batch with the adapted target's states, and with `compare` the original target's states [N, D].
+        """Let the adapted target read the sequences, and with `compare` the original target, too.
 
         The original target is the same model with its adapters switched off.
+
+        Returns:
+            A batch with the adapted target's states, with gradients; and the original target's states [N, D] at the
+            batch's N tokens, or None.
         """
         tokens = pad_sequence([example.tokens for example in examples], batch_first=True)
         tokens = upload(tokens, self.target_head.weight.device)
@@ -129,13 +139,16 @@ class Joint(nn.Module):
         return batch, original.features[:, 0]
 
     def states(self, tokens: Tensor) -> Tensor:
-        """Return [B, T, D], the LM head's input at right-padded tokens [B, T], with gradients."""
+        """Return [B, T, D], the LM head's input of width D at right-padded tokens [B, T], with gradients.
+
+        No attention mask is needed: padding follows the tokens, and attention is causal.
+        """
         (body,) = self.body
         states: Tensor = body(input_ids=tokens, use_cache=False).last_hidden_state
         return states
 
     def collate(self, examples: Sequence[Example], states: Tensor) -> Batch:
-        """Return a batch of examples with these states [B, T, D]."""
+        """Return a batch, concatenated without padding, of B examples with their states [B, T, D] as features."""
         with_features = []
         for example, padded in zip(examples, states, strict=True):
             # [T, 1, D] without the padding, one tap
@@ -147,17 +160,20 @@ class Joint(nn.Module):
         """Return the target's mean loss over the supervised tokens: their cross-entropy, or KL(original, adapted).
 
         Args:
-            batch: With the adapted target's states.
+            batch: N tokens with the adapted target's states, of width D.
             original_states: [N, D] of the original target, for the KL; None for the cross-entropy.
         """
-        # [S], the supervised tokens
+        # [S], the indices of the supervised tokens
         slots = upload(batch.loss_mask.nonzero()[:, 0], batch.tokens.device)
         # [1, S, D], one draft step for `distillation_loss`; a token is predicted by the state at the token before it
         states = batch.features[:, 0].index_select(0, slots - 1)[None]
         dtype = torch.promote_types(states.dtype, torch.float32)
+        # each of the S tokens counts alike; a batch without any has the loss 0
         weights = torch.full(
             states.shape[:2], 1 / max(len(slots), 1), dtype=dtype, device=states.device
         )
+        # `distillation_loss` takes the student's and the teacher's LM head, and returns the total first; without a
+        # teacher's head the teacher is the tokens
         if original_states is None:
             tokens = batch.tokens.index_select(0, slots)
             return distillation_loss(states, tokens, weights, (self.target_head, None))[0]
@@ -171,7 +187,12 @@ class Joint(nn.Module):
 
     @torch.no_grad()
     def validate(self, examples: Sequence[Example], trees: dict[str, Paths]) -> dict[str, Tensor]:
-        """Return validation sums of the heads on the adapted target, and of its KL from the original target."""
+        """Return validation sums of the heads on the adapted target, and as "kl" its KL from the original target.
+
+        Args:
+            examples: Held-out sequences, without features.
+            trees: Tree shapes by name, of which the acceptance is estimated.
+        """
         batch, original_states = self.read(examples, compare=True)
         # a sum over the supervised tokens, like the heads' sums
         kl = self.target_loss(batch, original_states) * batch.slots
@@ -198,8 +219,9 @@ class Joint(nn.Module):
 
 
 def _replace_dropouts(adapted: nn.Module) -> tuple[AdapterDropout, ...]:
-    """Replace the adapters' dropout modules, in place, by ones that draw by sequence, and return them."""
+    """Replace the adapters' dropout modules, in place, by ones that draw by sequence, and return the new ones."""
     for layer in adapted.modules():
+        # PEFT keeps in each adapted layer a dropout module by name of adapter; other modules have no such attribute
         dropouts: Any = getattr(layer, "lora_dropout", {})
         for name, module in dropouts.items():
             # an adapter without dropout has an nn.Identity here, which stays
@@ -209,7 +231,7 @@ def _replace_dropouts(adapted: nn.Module) -> tuple[AdapterDropout, ...]:
 
 
 def heads_weight(settings: JointSection, step: int, steps: int) -> float:
-    """Return the weight of the heads' loss in a step.
+    """Return the weight of the heads' loss in step `step`, counted from 0, of a run of `steps` steps.
 
     It is `joint.heads`, or with `joint.rise` it rises to that from 0 over the run: heads * sin(pi / 2 * step / steps).
     """
@@ -219,7 +241,10 @@ def heads_weight(settings: JointSection, step: int, steps: int) -> float:
 
 
 def _drop_frozen(joint: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Remove frozen weights from the state dict, or a checkpoint would hold the whole target."""
+    """Remove frozen weights from the state dict, in place, or a checkpoint would hold the whole target.
+
+    torch calls it as a hook of `state_dict`, with the prefix of the module's names and its local metadata.
+    """
     trained = {prefix + name for name, weight in joint.named_parameters() if weight.requires_grad}
     for name in list(state):
         if name.startswith(prefix) and name not in trained:

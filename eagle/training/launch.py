@@ -165,7 +165,8 @@ def exit_like_first_failure(failure: tuple[int, ProcessFailure], messages: list[
 def resolve_dtype(recipe: Recipe) -> Recipe:
     """Return the recipe with `train.dtype: auto` replaced by the fastest dtype of this device.
 
-    It also refuses decoding during training with a sharded target.
+    It also refuses decoding during training with a sharded target: only the main process decodes, and a forward of a
+    sharded target needs all processes.
     """
     if recipe.train.decode and recipe.features.shard_target:
         raise ValueError(
@@ -351,13 +352,19 @@ def gather(value: Any) -> Any:
 
 
 def _gather_weights(head: nn.Module, state: dict[str, Any], *_: Any) -> None:
-    """Replace the sharded weights of a head's state dict by whole ones, in place."""
+    """Replace the sharded weights of a head's state dict by whole ones, in place: a hook of `state_dict`.
+
+    All processes must take the state dict together, since each gives its share.
+    """
     for name, tensor in state.items():
         state[name] = gather(tensor)
 
 
 def _split_weights(head: nn.Module, state: dict[str, Any], *_: Any) -> None:
-    """Replace the whole weights of a state dict by this process's shares, in place, before the head loads them."""
+    """Replace the whole weights of a state dict by this process's shares, in place: a hook before the head loads it.
+
+    Further arguments of the hook are not read.
+    """
     weights = dict(head.named_parameters())
     for name, tensor in state.items():
         if name in weights:
@@ -365,7 +372,10 @@ def _split_weights(head: nn.Module, state: dict[str, Any], *_: Any) -> None:
 
 
 def _split_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Replace the whole moments that an optimizer has loaded by this process's shares, in place."""
+    """Replace the whole moments (Adam's running means) that an optimizer has loaded by this process's shares, in place.
+
+    It is a hook of the optimizer's `load_state_dict`.
+    """
     for weight, moments in optimizer.state.items():
         for name, moment in moments.items():
             # the optimizer's count of steps is no moment and stays whole

@@ -44,6 +44,7 @@ class Plan:
         self.unusable = len(slots) - len(usable)
         # at least one conversation is trained on
         held_out = min(math.ceil(settings.validation * len(usable)), len(usable) - 1)
+        # a permutation of the usable examples, of which the first are held out
         order = _permute(len(usable), settings.seed * EPOCHS)
         self.validation = sorted(usable[i] for i in order[:held_out])
         self.training = sorted(usable[i] for i in order[held_out:])
@@ -52,22 +53,27 @@ class Plan:
         self.epoch = lru_cache(2)(self._order_of)
 
     def __len__(self) -> int:
+        """Return the number of optimizer steps of the run."""
         steps = self.settings.epochs * self.steps_an_epoch
         return min(steps, self.settings.max_steps or steps)
 
     def _order_of(self, epoch: int) -> list[int]:
+        """Return the order of an epoch: a permutation of indices into `training`."""
         # + 1: seed * EPOCHS itself has decided which examples are held out
         return _permute(len(self.training), self.settings.seed * EPOCHS + 1 + epoch)
 
     def step(self, step: int) -> list[int]:
-        """Return the indices of a step's examples."""
+        """Return the indices of a step's examples, of all processes together; an epoch's last step may have fewer."""
         epoch, step_in_epoch = divmod(step, self.steps_an_epoch)
         start = step_in_epoch * self.settings.batch_size
         order = self.epoch(epoch)[start : start + self.settings.batch_size]
         return [self.training[i] for i in order]
 
     def learned(self, steps: int) -> int:
-        """Return how many supervised tokens the first `steps` steps read, for provenance and forecasts."""
+        """Return how many supervised tokens the first `steps` steps read, repeated ones included.
+
+        It is for provenance and forecasts.
+        """
         whole_epochs, rest = divmod(steps, self.steps_an_epoch)
         tokens = whole_epochs * sum(self.slots[index] for index in self.training)
         for step in range(steps - rest, steps):
@@ -82,7 +88,8 @@ class Plan:
         """
         examples = sorted(self.step(step), key=lambda index: -self.slots[index])
         parts: list[list[int]] = [[] for _ in range(count)]
-        # greedy balancing: the longest example first, each to the part with the fewest tokens, kept in a heap
+        # greedy balancing: the longest example first, each to the part with the fewest tokens. `work` is a heap of
+        # (supervised tokens so far, index of the part).
         work = [(0, i) for i in range(count)]
         for index in examples:
             slots, lightest = work[0]
@@ -95,6 +102,10 @@ class Plan:
 
         It is the part's share of the step's supervised tokens, or of its examples with `mean_over: texts`. An example
         counts in the first part that has it, so that a part which repeats one weighs nothing.
+
+        Args:
+            step: The step.
+            parts: The indices of the examples of each part, of all processes.
         """
         by_sequence = self.settings.mean_over == "texts"
         remaining = {index: 1 if by_sequence else self.slots[index] for index in self.step(step)}
@@ -110,6 +121,7 @@ class Plan:
         It does not depend on the part, so that a run with other processes draws the same.
         """
         epoch = step // self.steps_an_epoch
+        # torch takes seeds below 2^63
         epoch_seed = self.settings.seed * EPOCHS + epoch
         return [(epoch_seed * EXAMPLES + index) % 2**63 for index in part]
 
@@ -154,6 +166,7 @@ def _share_left(step: int, steps: int, falling_steps: float) -> float:
 
 
 def _permute(count: int, seed: int) -> list[int]:
+    """Return the numbers below `count` in a random order that the seed decides."""
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed % 2**63)).tolist()
 
 
@@ -191,7 +204,9 @@ class Dealer:
         self.plan = plan
         self.rank = rank
         self.processes = processes
+        # the forwards of a step over all processes, each of which reads one part of its examples
         self.part_count = processes * plan.settings.accumulation
+        # whether each sequence has a mean of its own
         self.by_sequence = plan.settings.mean_over == "texts"
         if self.by_sequence and self.part_count < plan.settings.batch_size:
             count = plan.settings.batch_size
@@ -223,7 +238,7 @@ class Dealer:
         return run_ahead(jobs)
 
     def _load_jobs(self, first: int, pin: bool) -> Iterator[Callable[[], Batch]]:
-        """Yield a job that loads each of this rank's batches, from step `first` on."""
+        """Yield for each of this rank's batches, from step `first` on, a function that loads it."""
         for step in range(first, len(self.plan)):
             for indices in self._rank_parts(step):
                 yield partial(self.load, indices, step, pin)
@@ -269,13 +284,14 @@ class Dealer:
                 for example in examples
             ]
             batch = collate(examples, self.features.taps, self.plan.seeds(step, indices))
+            # how much of the training is done, and the numbers that the whole step's loss terms are divided by
             batch = replace(batch, progress=step / len(self.plan), divisors=self.divisors_of(step))
         if pin:
             batch = batch.pin_memory()
         return batch
 
     def _divisors_of(self, step: int) -> tuple[float, ...] | None:
-        """Return the head's divisors, summed over all examples of a step.
+        """Return the numbers by which the head divides its loss terms, summed over all examples of a step.
 
         None where each batch is divided by its own (a step is one part, or the loss is a mean over each sequence), and
         where the divisors must be counted first.
@@ -303,6 +319,7 @@ class Dealer:
             count_divisor: Returns a batch's divisor where only the head's forward knows it.
             sum_over_processes: Returns the sum of a tensor over all processes.
         """
+        # the examples of every part, of which each process takes every `processes`-th; and this process's factors
         parts = self.plan.parts(step, self.part_count)
         weights = self.plan.weights(step, parts)[self.rank :: self.processes]
         own_parts = parts[self.rank :: self.processes]
@@ -345,7 +362,7 @@ class Dealer:
             count_divisor: As in `deal`.
             sum_over_processes: As in `deal`.
         """
-        # of each part [N]; a part that only repeats an example adds nothing
+        # the N divisors of each part; a part that only repeats an example adds nothing
         counts = []
         slots = 0
         for batch, weight in zip(batches, weights, strict=True):
@@ -384,7 +401,11 @@ class Dealer:
         return supervised / sum(len(self.features.mask(index)) for index in indices)
 
     def _count_divisors(self, batch: Batch, count_divisor: Callable[[Batch], Tensor]) -> Tensor:
-        """Return the divisors [N] of one batch; a head whose loss is a mean has one, its supervised tokens."""
+        """Return the numbers [N] by which the head divides its loss terms on one batch, in float64.
+
+        A head whose loss is a mean over supervised tokens has one: their number.
+        """
+        # only a forward tells
         if self.head.counts_by_forward:
             return count_divisor(batch).double().cpu().reshape(1)
         divisors = self.head.divisors(batch.masks, batch.seeds) or (batch.slots,)

@@ -70,8 +70,9 @@ class Refresh:
             dtype: Of the products, float32 or bfloat16.
 
         Returns:
-            The losses and the acceptance length.
+            The losses by name, and "acceptance_length", the tokens per target forward of these answers.
         """
+        # a seed for this step's sampling, which also names the step
         seed = self.seed + self.steps
         features = self._write_answers(target, prompts, max_new_tokens, seed)
         # `read` finds the answers of a step by torch's seed
@@ -83,6 +84,7 @@ class Refresh:
         target_head = target.head.cast(getattr(torch, dtype))
         with torch.autocast(target.device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
             losses = self.head(batch, target_head)
+        # adds the loss on the head's own drafts to the total
         losses = DraftsLoss(self.policy, dtype)(self.head, (batch, target_head), losses)
         losses["total"].backward()
         torch.nn.utils.clip_grad_norm_(self.head.parameters(), self.clip)
@@ -97,18 +99,23 @@ class Refresh:
         return {"acceptance_length": acceptance_length, **figures}
 
     def drafter(self, target: Target) -> Any:
-        """Return a copy of the head in its present state, in the target's dtype, ready to draft for it."""
+        """Return a copy of the head with its present weights, in the target's dtype, ready to draft for it."""
         return in_dtype(copy.deepcopy(self.head), target.model.dtype).bind(target.head)
 
     def _write_answers(
         self, target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int, seed: int
     ) -> OwnDrafts:
-        """Let the target answer the prompts with drafts of the head, and return the answers as features to train on."""
+        """Let the target answer the prompts with drafts of the head, and return the answers as features to train on.
+
+        `seed` decides the sampling, and names the step by which the answers are found again.
+        """
+        # tokens of each prompt and its answer, of which only the answer is learned
         examples = []
         for prompt in prompts:
             # `OwnDrafts` replaces the answer of an example: zeros hold the room for the longest answer
             tokens = torch.tensor([*prompt, *[0] * max_new_tokens])
             examples.append(Example(tokens, torch.arange(len(tokens)) >= len(prompt)))
+        # the target's hidden states that this head reads and learns from, by layer
         taps = taps_of(self.head.settings, target.config)
         # a storage dtype that does not round the states of this target
         dtype = "float32"
@@ -116,5 +123,6 @@ class Refresh:
             dtype = "bfloat16"
         live = LiveFeatures(target, examples, {"taps": list(taps), "dtype": dtype})
         features = OwnDrafts(live, target, self.head, self.policy)
+        # one step: its seed, and the indices of the examples that it answers
         features.write([(seed, range(len(examples)))])
         return features

@@ -68,7 +68,7 @@ def run_identity(recipe: Recipe, features: dict[str, Any], processes: int) -> di
 
     Args:
         recipe: The recipe of the run.
-        features: The identity of the features.
+        features: The identity of the features: all that decides them, as data, target and taps.
         processes: The number of processes.
     """
     values = recipe.model_dump(mode="json")
@@ -90,14 +90,20 @@ class Checkpoints:
     """The checkpoint folders `step-N` of a run, of which the newest `keep` stay; all machines must share `folder`."""
 
     def __init__(self, accelerator: Accelerator, folder: Path, keep: int) -> None:
-        self.accelerator = accelerator
+        self.accelerator = (
+            accelerator  # it saves and loads what it has prepared: head, optimizer, random states
+        )
         self.folder = folder
-        self.keep = keep
+        self.keep = keep  # how many checkpoints stay on the disk
 
     def write(self, step: int, state: dict[str, Any]) -> str | None:
         """Write a checkpoint: all that the accelerator prepared (head, optimizer), and `state`.
 
         All processes must call it together. They agree after each of its three stages on whether the disk failed.
+
+        Args:
+            step: The number of steps done, which names the folder.
+            state: What else a resumed run needs; it must fit in JSON.
 
         Returns:
             None, or the message of a disk fault, after which the unfinished checkpoint is removed.
@@ -107,6 +113,7 @@ class Checkpoints:
 
         # the stages run on every process; only the main one makes, completes and removes folders
         def begin() -> None:
+            """Make the temporary folder, if there is room for a checkpoint."""
             if is_main:
                 # an earlier process was ended while it wrote these
                 for torn in self.folder.glob("*.part"):
@@ -115,6 +122,7 @@ class Checkpoints:
                 temporary.mkdir(parents=True)
 
         def save() -> None:
+            """Write head, optimizer and random states into it."""
             try:
                 self.accelerator.save_state(str(temporary))
             except DISK_FAULTS as error:
@@ -126,6 +134,7 @@ class Checkpoints:
                 raise
 
         def complete() -> None:
+            """Mark it complete with checksums, and give it its final name."""
             if is_main:
                 self._complete(temporary, step, state)
 
@@ -242,7 +251,7 @@ class Checkpoints:
         return "the same command starts anew: train.checkpoint_every says how often a run is kept, else once an epoch"
 
     def _steps(self) -> list[int]:
-        """Return the steps of all checkpoints, the newest first."""
+        """Return the steps of all checkpoint folders, complete or damaged, the newest first."""
         names = [path.name.removeprefix("step-") for path in self.folder.glob("step-*")]
         return sorted((int(name) for name in names if name.isdigit()), reverse=True)
 
@@ -289,6 +298,7 @@ def load_stem(
 
 
 def _describe_launcher(deepspeed: bool, processes: int) -> str:
+    """Return in words how a run was launched, for a message."""
     launcher = "DeepSpeed" if deepspeed else "DDP"
     if processes > 1:
         return f"{launcher} on {processes} processes"
@@ -296,7 +306,10 @@ def _describe_launcher(deepspeed: bool, processes: int) -> str:
 
 
 def _run_on_all(work: Callable[[], None]) -> list[str]:
-    """Run `work` on every process and return the disk faults of all, so that no process waits for one that failed."""
+    """Run `work` on this process, and return the disk faults of all processes; all must call it together.
+
+    So every process learns that another failed, and none waits for it.
+    """
     fault = ""
     try:
         work()
@@ -306,8 +319,12 @@ def _run_on_all(work: Callable[[], None]) -> list[str]:
 
 
 def _read_state(path: Path) -> tuple[str | None, dict[str, Any]]:
-    """Return a checkpoint's fault, or None if all checksums are right, and its state ({} with a fault)."""
+    """Return a checkpoint's fault, or None if all checksums are right, and its state ({} with a fault).
+
+    `path` is the checkpoint's folder. The fault is a sentence for the log.
+    """
     try:
+        # the mark is the last file that is written: {"files": name -> [size, checksum], "state": ..}
         mark: dict[str, Any] = json.loads((path / MARK).read_text())
         state: dict[str, Any] = mark["state"]
         files = {name: (size, digest) for name, (size, digest) in mark["files"].items()}

@@ -42,7 +42,7 @@ def open_features(
 
     Args:
         recipe: It says where target, data and features are.
-        settings: The settings of the drafter, which decide the taps.
+        settings: The settings of the drafter, which decide the taps: the layers whose states are stored or computed.
         read_examples: Returns the tokens of the data. It is called only if features are computed while training.
         main: Whether this is the main process, whose comparison of the target's files is enough for all processes.
 
@@ -53,6 +53,7 @@ def open_features(
     decodes = recipe.train.decode or recipe.train.on_policy
     if recipe.features.store and not decodes and not DRAFTERS[settings.kind].reads.weights:
         store = FeatureStore(recipe.features.store)
+        # the target's embedding and LM head, if the store has kept them
         folder = store.borrowed_folder()
         if folder:
             borrowed = load_borrowed(folder, best_device())
@@ -69,6 +70,7 @@ def open_features(
     target = Target.load(**recipe.target.model_dump(), device="cpu" if shard else "auto")
     if shard:
         target.shard()
+    # the taps that the head reads at every slot, and those that it learns from at supervised ones
     roles = roles_of(settings, target.config)
     # even default taps may not exist: the config of some model types counts other layers
     target.check_taps(roles.taps)
@@ -89,7 +91,7 @@ def follow_head(
     *,
     weights_split: bool,
 ) -> Features:
-    """Return the features that the head learns from.
+    """Return the features (examples with the target's hidden states) that the head learns from.
 
     They are `features` itself, unless the head samples answers (`drafter.samples: own`) or the target writes answers
     with the head's drafts (`train.on_policy`).
@@ -156,6 +158,11 @@ def _expected_identity(recipe: Recipe, roles: TapRoles, store: FeatureStore) -> 
 
     Where the target's files are not on this machine, its name is compared instead, and the identity takes from the
     store whatever those files would decide.
+
+    Args:
+        recipe: It names the target and the data.
+        roles: The taps that training needs: of the head's inputs, and of its teacher.
+        store: The store that is checked, for what cannot be computed here.
     """
     if is_local_model(recipe.target.path, recipe.target.revision):
         return identity(recipe, roles)
@@ -212,6 +219,7 @@ def first_head(
         return head
     initial = load_head(recipe.train.init)
     wrong = []
+    # (name, value in the head of `train.init`, value in the new one) of all that differs
     differing = differences(_describe_network(initial), _describe_network(head))
     for name, found, needed in differing:
         wrong.append(f"{name}: {found!r}, needed {needed!r}")

@@ -202,6 +202,11 @@ class Trackers:
         """Begin a tracker's run, or resume the one whose id is noted; a tracker that fails stops training at its start.
 
         After training a failing tracker is only reported, so that no measurement is lost.
+
+        Args:
+            name: The tracker, as accelerate names it.
+            project: The project that it files the run under.
+            before: The step that training begins or resumes at; None where no training follows.
         """
         tracker = self._make(name, project, before)
         try:
@@ -226,7 +231,10 @@ class Trackers:
         self.ids[name] = KEEPERS[name].id_of(tracker) if name in KEEPERS else ""
 
     def _make(self, name: str, project: str, before: int | None) -> GeneralTracker:
-        """Return a tracker that is not started yet, with the arguments that begin or resume its run."""
+        """Return a tracker that is not started yet, with the arguments that begin or resume its run.
+
+        The arguments are those of `_begin`.
+        """
         if name in LOG_FOLDERS:
             options = {}
             # hides the rows that an earlier start of this run wrote after its last checkpoint
@@ -273,7 +281,10 @@ class Trackers:
             self._try(tracker, lambda tracker: tracker.finish())
 
     def _try(self, tracker: GeneralTracker, work: Callable[[Any], object]) -> None:
-        """Do some work with a tracker; one that fails is dropped, as all that is logged is in the run's folder, too."""
+        """Do some work with a tracker; one that fails is reported and gets no further work.
+
+        Nothing is lost, as all that is logged is in the run's folder, too.
+        """
         try:
             work(tracker)
         except Exception as error:
@@ -288,7 +299,7 @@ class TrackedMetrics(Metrics):
     """The metrics of a training run as JSON lines, and in the trackers of its recipe."""
 
     def __init__(self, recipe: Recipe, *, before: int) -> None:
-        """Open them for training that begins or resumes at step `before`."""
+        """Open metrics.jsonl and the trackers for training that begins or resumes at step `before`."""
         super().__init__(Path(recipe.train.out) / "metrics.jsonl", before=before)
         # The rows that an earlier start wrote after the checkpoint. They are dropped from the file, and trackers that
         # resume have them already.
@@ -313,6 +324,7 @@ class TrackedMetrics(Metrics):
 
 
 def _send_all(keeper: RunKeeper, paths: Sequence[Path], tracker: GeneralTracker) -> None:
+    """Log each file as an artefact in the tracker's run, the way `keeper` knows."""
     for path in paths:
         keeper.send(tracker, path)
 

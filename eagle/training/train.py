@@ -116,6 +116,7 @@ class _Run:
         )
         self.deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
         self.sharded = self.settings.shard_head and accelerator.num_processes > 1
+        # whether batches are put into pinned host memory, from which this kind of device copies while it computes
         self.pins = accelerator.device.type in PINNED
         self.head = self.head.to(accelerator.device).train()
         self.dealer = Dealer(
@@ -127,6 +128,7 @@ class _Run:
         )
         self._prepare()
         self.checkpoints = Checkpoints(accelerator, self.out / "checkpoints", self.settings.keep)
+        # of the one step before the learning rate of `wsd` falls, from which a longer run may start (`train.stem`)
         self.stems = Checkpoints(accelerator, self.out / "stem", keep=1)
         # how far the run is, which a checkpoint restores
         self.step = 0  # steps that are done
@@ -158,6 +160,7 @@ class _Run:
             self.head.register_forward_hook(DraftsLoss(settings.on_policy, settings.dtype))
         # a copy that gets the whole weights for validation and saving, where the head in training holds a share of each
         self.mirror = copy.deepcopy(self.head) if self.deepspeed or self.sharded else self.head
+        # a function of head and optimizer that returns both as they are trained
         prepare = self.accelerator.prepare
         if self.sharded:
             shard_head(self.head)
@@ -182,6 +185,7 @@ class _Run:
         is_main = self.accelerator.is_main_process
         if is_main:
             self.metrics = TrackedMetrics(self.recipe, before=self.step)
+        # this process's batches of all remaining steps, loaded ahead where possible
         batches = self.dealer.batches(self.step, self.pins)
         self.begun = self.log_time = perf_counter()
         # the head of `train.init` is the baseline that the best head is compared with at the end
@@ -293,6 +297,7 @@ class _Run:
         # the engine has clipped and stepped within the last backward
         if self.deepspeed:
             return torch.tensor(float(self.model.get_global_grad_norm()))
+        # gradients are clipped in place; the norm is sharded where they are
         norm = gather(_clip_gradients(self._trainable_weights(), self.settings))
         # a fused optimizer skips the update where this tensor is 1, so that the host need not wait for the norm
         self.optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
@@ -301,6 +306,7 @@ class _Run:
         return norm.float()
 
     def _trainable_weights(self) -> list[Tensor]:
+        """Return the weights that the optimizer updates."""
         return [weight for weight in self.head.parameters() if weight.requires_grad]
 
     def print(self, line: str) -> None:
@@ -320,6 +326,7 @@ class _Run:
         stacked = torch.stack([row for _, row in self.unlogged_steps])
         sums = self.accelerator.reduce(stacked, "sum").tolist()
         tokens_per_second = sum(row[1] for row in sums) / (perf_counter() - self.log_time)
+        # by step: [norm, tokens, *losses]
         rows = dict(zip(steps, sums, strict=True))
         skipped = sorted(step for step, row in rows.items() if not isfinite(row[0]))
         if skipped:
@@ -349,11 +356,12 @@ class _Run:
             last: The step of the row that is written.
             skipped: The steps whose gradients were not finite.
         """
+        # of the conversations in this process's parts
         own_indices: list[int] = []
         for step, part_indices, loss in self.unlogged_parts:
             if step in skipped and not loss.isfinite():
                 own_indices += part_indices
-        # those of all processes
+        # gathered from all processes
         indices = list(chain.from_iterable(gather_object([own_indices])))
         self.skipped += len(skipped)
         self.print(
@@ -362,11 +370,17 @@ class _Run:
         self._write(step=last, skipped=skipped, conversations=indices)
 
     def _write(self, **row: Any) -> None:
+        """Write a row of figures to metrics.jsonl and the trackers, on the main process alone."""
         if self.metrics:
             self.metrics.write(**row)
 
     def _decode(self, head: TrainableDrafter) -> Counts:
-        """Decode the held-out prompts with a head, if the run decodes; all processes must call it."""
+        """Decode the held-out prompts with a head, if the run decodes; all processes must call it.
+
+        Returns:
+            For each temperature, by its name in the metrics, [tokens, cycles] of each prompt. {} if the run does not
+            decode.
+        """
         return decode_once(
             self.accelerator,
             self.decoding,
@@ -430,7 +444,10 @@ class _Run:
         return figures(sums) if sums else {}
 
     def _sum_share(self, head: TrainableDrafter) -> dict[str, Tensor]:
-        """Return the validation sums of a head over this process's share of the held-out conversations."""
+        """Return the validation sums of a head over this process's share of the held-out conversations, on the host.
+
+        They are by name, in float64; {} for a process without a share.
+        """
         accelerator = self.accelerator
         held_out = self.plan.validation
         # batches as large as a part of a step, so that validation fits into the memory in which training fits
@@ -451,6 +468,7 @@ class _Run:
         return sums
 
     def _autocast(self) -> torch.autocast:
+        """Return the context of matrix products in bf16; without effect if `train.dtype` is float32."""
         return torch.autocast(
             self.accelerator.device.type, torch.bfloat16, enabled=self.settings.dtype == "bfloat16"
         )
@@ -509,12 +527,14 @@ class _Run:
         }
 
     def _identity(self) -> dict[str, Any]:
+        """Return all settings and data that decide this run's result, which a run that resumes it must share."""
         return run_identity(self.recipe, self.features.identity, self.accelerator.num_processes)
 
     def _checkpoint(self, checkpoints: Checkpoints) -> None:
         """Write a checkpoint to one of the run's two folders; a full disk costs the checkpoint, not the run."""
         state = {
             "step": self.step,
+            # the best head so far, by what it was chosen, and how many validations ago
             "best": asdict(self.choice),
             "skipped": self.skipped,
             "run": self._identity(),

@@ -192,7 +192,10 @@ class _JointRun:
             )
 
     def _advance(self, step: int) -> None:
-        """Take one step: forward and backward of this process's parts of the batch, clip, update."""
+        """Take one step, counted from 0: forward and backward of this process's parts of the batch, clip, update.
+
+        The losses and the gradient norm are kept for the log.
+        """
         accelerator = self.accelerator
         lr = self.plan.lr(step)
         # the two groups of `Joint.parameter_groups`
@@ -200,16 +203,20 @@ class _JointRun:
             self.prepared.param_groups, (1.0, self.settings.head_lr), strict=True
         ):
             group["lr"] = lr * scale
+        # for each forward of the step, on all processes: the indices of its examples, and its factor in the step's loss
         parts = self.plan.parts(step, self.dealer.part_count)
         weights = self.plan.weights(step, parts)
         # a resumed run draws the same dropout
         torch.manual_seed(self.section.seed + step)
+        # by what the heads divide their losses in this step; None if by the supervised tokens of each part
         divisors = self.dealer.divisors_of(step)
         heads_factor = heads_weight(self.settings, step, len(self.plan))
         sums: dict[str, Tensor] = {}
         for i in range(accelerator.process_index, len(parts), accelerator.num_processes):
             examples = [self.features.examples[index] for index in parts[i]]
-            part = StepPart(tuple(self.plan.seeds(step, parts[i])), divisors, weights[i])
+            part = StepPart(
+                seeds=tuple(self.plan.seeds(step, parts[i])), divisors=divisors, share=weights[i]
+            )
             with accelerator.accumulate(self.model):
                 losses = self.model(examples, heads_factor, part)
                 # DDP takes the mean over processes, and accelerate that over accumulated parts: undo both, as the
@@ -251,6 +258,7 @@ class _JointRun:
         """
         self.joint.eval()
         accelerator = self.accelerator
+        # sums over supervised tokens, by name; `figures` makes means of them
         sums: dict[str, Tensor] = {}
         for index in self.plan.validation[accelerator.process_index :: accelerator.num_processes]:
             with accelerator.autocast():

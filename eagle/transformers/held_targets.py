@@ -32,6 +32,7 @@ class Held:
         self.traces: list[Trace] = []  # of the last call, one for each row
 
     def __reduce__(self) -> Any:
+        """Return how copies and pickles are made: by `Held()`, without arguments."""
         # copies and pickles of a model hold nothing: the target belongs to the original's weights
         return Held, ()
 
@@ -40,7 +41,8 @@ class Held:
 
         A new target drops the drafters, which were bound to the old one.
         """
-        # a model that was moved, cast, or given an adapter needs another target
+        # a model that was moved, cast, or given an adapter needs another target; the ids show weights that were
+        # replaced by others, not weights that were trained on
         weights = list(model.parameters())
         attention = getattr(model.config, "_attn_implementation", None)
         key = (model.device, model.dtype, attention, [id(weight) for weight in weights])
@@ -60,7 +62,7 @@ class Held:
 
 
 def held_by(model: Any) -> Held:
-    """Return the `Held` of a model, made at the first call."""
+    """Return what a model holds for its calls with a drafter (target, drafters, traces), made at the first call."""
     held = vars(model).setdefault(ATTRIBUTE, Held())
     assert isinstance(held, Held)
     return held
@@ -72,6 +74,7 @@ def count_from_zero(target: Target) -> None:
     RoBERTa and similar models count from the padding token's id + 1 if their forward is given no positions. A target
     follows the forward, so it would differ from `generate` there.
     """
+    # take up changes of the model first
     target.refresh()
     with target.lock:
         # the check compares with the model's own forward, and so must run before the positions are changed

@@ -150,6 +150,7 @@ def sampling_of(
         padding: The number of padding tokens before the prompt.
         fields: Further fields of the sampling, such as the seed.
     """
+    # a temperature of 0 takes the best token
     if not do_sample:
         fields["temperature"] = 0.0
     plain = []
@@ -181,11 +182,16 @@ class NodeProcessors:
 
     def __init__(self, processors: Sequence[Any], padding: list[int], device: torch.device) -> None:
         self.processors = processors
-        self.padding = padding
+        self.padding = padding  # the padding tokens before the row's prompt
         self.device = device  # of the tokens of the call, where processors hold their tensors
 
     def __call__(self, output: TargetOutput, nodes: Sequence[int]) -> Tensor:
-        """Return the processed logits [K, V] after the nodes."""
+        """Return the processed logits [K, V] after K nodes of the tree that the target has read.
+
+        Args:
+            output: The tree, with the target's logits at all of its nodes.
+            nodes: The numbers of the nodes in the tree; 0 is the root, the last committed token.
+        """
         # a copy, because processors may write to it
         logits = in_fp32(pick_rows(output.logits, nodes)).to(self.device, copy=True)
         depths = output.tree.depths()
@@ -195,12 +201,13 @@ class NodeProcessors:
             rows_by_depth.setdefault(depths[node], []).append(row)
         processed = torch.empty_like(logits)
         for _, rows in sorted(rows_by_depth.items()):
+            # [rows, T], all tokens up to each node, as `generate` passes them
             sequences = torch.tensor([self.padding + output.prefix(nodes[row]) for row in rows])
             processed[rows] = self.process(upload(sequences, self.device), logits[rows])
         return processed
 
     def process(self, sequences: Tensor, scores: Tensor) -> Tensor:
-        """Return the scores [K, V] after sequences [K, T], padding included, as all processors change them in turn."""
+        """Return the scores [K, V] after K sequences [K, T] with padding, as all processors change them in turn."""
         for processor in self.processors:
             scores = processor(sequences, scores)
         return scores

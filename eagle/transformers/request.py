@@ -91,7 +91,7 @@ class Request:
         return sorted(tokens)
 
     def processors_of(self, row: int) -> list[Any]:
-        """Return the logits processors as they apply to one row (`processors_of_row`)."""
+        """Return the logits processors as they apply to one row: those with data of every row get that row's alone."""
         padding = len(self.paddings[row])
         prompt = row // self.expansion
         # transformers passes processors the index of the prompt for beams, and the index of the row otherwise
@@ -112,14 +112,15 @@ def read_request(
 
     Args:
         model: A model of transformers.
-        input_ids: [R, T].
+        input_ids: [R, T], R rows of T tokens with padding; a prompt has a row for each of its beams or answers.
         processors: transformers' logits processors.
         criteria: transformers' stopping criteria.
         config: The generation config of the call.
         kwargs: The inputs that `generate` has prepared for the model's forward.
         caller_kwargs: The arguments that the caller passed to `generate`.
     """
-    # Whatever would make the answer differ from that of the model without drafts must be refused, and nothing else.
+    # Whatever would make the answer differ from that of the model without drafts must be refused, and nothing else:
+    # each of the checks raises ValueError.
     _check_mode(model, config, kwargs, caller_kwargs)
     _check_outputs(config)
     _check_preparation(model, input_ids, kwargs)
@@ -127,7 +128,9 @@ def read_request(
     mask = kwargs.get("attention_mask")
     prompts, paddings = _split_padding(input_ids, mask)
     _check_positions(kwargs.get("position_ids"), mask, input_ids)
+    # rows of each prompt: its beams, or its answers
     expansion = max(config.num_beams or 1, config.num_return_sequences or 1)
+    # arguments of images, by name
     media = find_media(model, caller_kwargs)
     _check_inputs(model, kwargs, media)
     if media:
@@ -206,10 +209,10 @@ def _check_outputs(config: GenerationConfig) -> None:
 def _split_padding(
     input_ids: Tensor, mask: Tensor | None
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the prompt tokens and the padding tokens of each row.
+    """Return the prompt tokens of each row, and its padding tokens, from both ends.
 
     Args:
-        input_ids: [R, T].
+        input_ids: [R, T], R rows of T tokens.
         mask: [R, T], the attention mask; its zeros are padding, at either end of a row. None: there is no padding.
     """
     rows = input_ids.tolist()
@@ -239,7 +242,10 @@ def _split_padding(
 
 
 def _check_positions(positions: Tensor | None, mask: Tensor | None, input_ids: Tensor) -> None:
-    """Refuse position ids other than those that follow from the attention mask."""
+    """Refuse position ids [R, T] other than those that count the tokens that the attention mask [R, T] shows.
+
+    `input_ids` give the shape where there is no mask.
+    """
     # some vision models have positions of three dimensions, which follow from the images
     if positions is None or positions.ndim != 2:
         return
@@ -309,7 +315,7 @@ def _check_switch(model: Any, input_ids: Tensor, longest: int) -> None:
 
     Args:
         model: The model.
-        input_ids: [R, T], the prompts.
+        input_ids: [R, T], R prompts of T tokens.
         longest: The most tokens of a row, prompt and answer.
     """
     # Only the code of prepare_inputs_for_generation shows it: such code names the length, and unlike that of Phi-3 does
@@ -320,6 +326,7 @@ def _check_switch(model: Any, input_ids: Tensor, longest: int) -> None:
         return
     if "next_sequence_length" in code.co_consts:
         return
+    # the answer's last token is never read, so a forward reads at most `longest` - 1 tokens
     crosses = input_ids.shape[1] <= length < longest - 1
     if not crosses:
         return
@@ -363,10 +370,12 @@ def _encoder_inputs(model: Any) -> set[str]:
     `generate` encodes images itself and does not pass these inputs on, so they are taken from the caller's arguments.
     """
     names: set[str] = set()
+    # transformers names these methods get_image_features and get_video_features
     for kind in ("image", "video"):
         encode = getattr(model.base_model, f"get_{kind}_features", None)
         if encode is not None:
             names.update(inspect.signature(encode).parameters)
+    # a signature has its `**kwargs` under this name
     return names - {"kwargs"}
 
 
@@ -407,7 +416,15 @@ def _is_default_type(model: Any, types: Tensor) -> bool:
 def _join_media(
     prompts: list[list[int]], paddings: list[list[int]], media: Mapping[str, Any]
 ) -> list[int]:
-    """Return the prompt of a call with images as `PromptTokens`; ValueError for several rows or padding."""
+    """Return the prompt of a call with images as `PromptTokens`, its tokens with the processor's tensors beside them.
+
+    ValueError for several rows or padding, which images are not served with.
+
+    Args:
+        prompts: The tokens of each row.
+        paddings: The padding tokens of each row.
+        media: The arguments that belong to images, by name.
+    """
     if len(prompts) > 1 or paddings[0]:
         raise ValueError(
             f"{', '.join(sorted(media))} belongs to {len(prompts)} rows with {sum(map(len, paddings))} tokens of "

@@ -26,11 +26,18 @@ class RowLogits:
     """
 
     def __init__(self, *, raw: bool, processed: bool) -> None:
+        # [V] of each position of the answer; None where they are not requested
         self.raw: list[Tensor] | None = [] if raw else None
         self.processed: list[Tensor] | None = [] if processed else None
 
     def observe(self, output: TargetOutput, path: list[int], choose: Choose) -> None:
-        """Keep the logits after the accepted nodes of a forward: one row of logits for each new token."""
+        """Keep the logits after the accepted nodes of a forward: one row of logits for each new token.
+
+        Args:
+            output: The draft tree, with the target's logits [N, V] at its N nodes.
+            path: The root and the accepted nodes, each of which is followed by a new token.
+            choose: How the target chooses tokens; it applies the row's processors.
+        """
         if self.raw is not None:
             raw = pick_rows(output.logits, path)
             self.raw += raw.to(torch.float32, copy=True).unbind()
@@ -79,16 +86,18 @@ class Stepwise:
             self.raw = () if config.output_logits else None
 
     def run(self, streamer: Any) -> Tensor:
-        """Return the prompts with their answers, [R, T + new], as `generate` returns them.
+        """Return the R prompts of T tokens with their answers, [R, T + new], as `generate` returns them.
 
         Args:
             streamer: Gets the tokens [R] of each step; None for none.
         """
         tokens = self.request.input_ids
+        # [R], 1 for a row that goes on, 0 for one that a criterion has ended
         unfinished = torch.ones(len(tokens), dtype=torch.long, device=tokens.device)
         step = 0
         while bool(unfinished.any()):
             # this is the body of transformers' own loop, except that tokens come from the decoding
+            # the rows that get a token of the decoding in this step; the others get padding
             writing = []
             for row, runs in enumerate(unfinished.tolist()):
                 if runs or not self.has_ends:
@@ -110,7 +119,10 @@ class Stepwise:
         return tokens
 
     def _decode(self, rows: list[int], step: int) -> None:
-        """Run decoding steps until each of these rows has a token for the loop's step `step`."""
+        """Run decoding cycles until each of these rows has a token for the loop's step `step`, the answer's position.
+
+        The decoding writes the tokens to the rows' traces. An error of any row is raised.
+        """
         # a cycle commits several tokens of a row, so in most steps nothing is left to do
         while min(len(self.traces[row].tokens) for row in rows) <= step:
             assert not self.decoding.is_done
@@ -136,7 +148,7 @@ class Stepwise:
                 self.traces[row].cut(count)
 
     def _collect_logits(self, rows: list[int], step: int) -> None:
-        """Append the logits [R, V] of a step to `raw` and `scores`, as far as they are requested.
+        """Append the logits [R, V] of a step, before and after processors, to `raw` and `scores` if they are requested.
 
         Args:
             rows: The rows that have not ended; the others get zeros.
@@ -153,7 +165,7 @@ class Stepwise:
         """Return the logits [R, V] of a step, and free those of the rows.
 
         Args:
-            by_row: The logits of each row at all of its positions.
+            by_row: The logits of each row at all positions of its answer; their entries of this step are emptied.
             rows: The rows that have not ended; the others get zeros.
             step: The index of the step.
         """
@@ -164,6 +176,7 @@ class Stepwise:
             row_logits[row] = logits[step]
             # an empty tensor takes its place, so that later steps keep their indices
             logits[step] = logits[step][:0]
+        # for rows that have ended
         blank = torch.zeros_like(row_logits[rows[0]])
         stacked = [row_logits.get(row, blank) for row in range(len(by_row))]
         return torch.stack(stacked).to(self.request.input_ids.device)

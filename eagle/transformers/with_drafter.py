@@ -138,6 +138,15 @@ class WithDrafter:
         """Return what `model.generate` would return without a drafter: tokens [R, T + new], or an output with them.
 
         transformers calls this for `custom_generate`, with prepared inputs.
+
+        Args:
+            model: The model whose `generate` was called.
+            input_ids: [R, T], R prompts of T tokens; a prompt is repeated for its beams or answers.
+            logits_processor: All logits processors of the call.
+            stopping_criteria: All stopping criteria of the call.
+            generation_config: The generation config of the call.
+            streamer: Gets the tokens of each step; None for none.
+            kwargs: The prepared inputs of the model's forward.
         """
         # transformers does not pass a callable all arguments: the others are read from the frame of `generate`
         caller = arguments_of_generate()
@@ -220,12 +229,17 @@ class WithDrafter:
             return load_drafter(drafter, target, **self.options)
         if isinstance(drafter, TrainableDrafter) and not drafter.bound_to:
             drafter = _copy_head(drafter, target).bind(target.head)
+        # a drafter that runs the target's own layers gets access to them
         if drafter.reads.view:
             drafter.bind_target(target.view())
         return drafter
 
     def _decode(self, target: Target, drafter: Drafter, request: Request, streamer: Any) -> Any:
-        """Answer a request greedily or by sampling, and return what `generate` returns for it."""
+        """Answer a request greedily or by sampling, and return what `generate` returns for it.
+
+        Its rows are decoded in one batch. The traces of the call are kept in `self.traces`, in place, since the model
+        holds the same list.
+        """
         config = request.config
         seed = self._find_seed(request)
         returns_dict = config.return_dict_in_generate
@@ -279,9 +293,10 @@ class WithDrafter:
         return output(sequences=tokens, scores=stepwise.scores, logits=stepwise.raw)
 
     def _find_seed(self, request: Request) -> int:
-        """Return the seed of the noise of a call: the option `seed`, or else a number from torch's generator."""
+        """Return the seed of a call's sampling noise: the option `seed`, or else a number from torch's generator."""
         if self.seed is not None:
             return self.seed
+        # greedy decoding has no noise, and must not change the state of torch's generator
         if not request.config.do_sample:
             return 0
         return int(torch.randint(2**63 - 1, ()))
@@ -357,7 +372,8 @@ class _StringStops(Stops):
     def __init__(
         self, tokens: list[int], criteria: list[Any], prefix: list[int], vocab_size: int
     ) -> None:
-        super().__init__(tokens, None, vocab_size)
+        # the stop strings are left to the criteria, so that no tokenizer is needed
+        super().__init__(tokens, tokenizer=None, vocab_size=vocab_size)
         self.criteria = criteria
         self.prefix = prefix
 
@@ -368,6 +384,7 @@ class _StringStops(Stops):
             before: The answer so far.
             new: Tokens that follow it.
         """
+        # criteria see a sequence end at each of the new tokens in turn, as they would without drafts
         for count in range(1, len(new) + 1):
             sequence = torch.tensor([[*self.prefix, *before, *new[:count]]])
             if new[count - 1] in self.tokens or any(
@@ -381,7 +398,7 @@ def _search_beams(target: Target, drafter: Drafter, request: Request, budget: An
     """Answer a request by beam search, prompt by prompt, and return what `generate` returns for it.
 
     Returns:
-        Tokens [B * returned, T + new], or an output with them.
+        Tokens [B * returned, T + new] of B prompts of T tokens with `returned` answers to each, or an output with them.
     """
     config = request.config
     wrong = [
@@ -394,11 +411,13 @@ def _search_beams(target: Target, drafter: Drafter, request: Request, budget: An
             f"the stopping criteria {', '.join(wrong)} cannot be followed by beams with drafts: expected max_length, "
             "stop tokens and stop strings"
         )
+    # stop tokens and lengths are passed to the search itself
     string_criteria = [
         criterion for criterion in request.criteria if type(criterion) is StopStringCriteria
     ]
     stop = _valid_stops(target, request)
     returned = config.num_return_sequences or 1
+    # of each answer: its prompt [T], with padding, and its new tokens
     prompts: list[Tensor] = []
     answers: list[list[int]] = []
     # transformers has repeated each prompt for its beams: take the first of these rows

@@ -154,7 +154,7 @@ def test_others_can_read_and_check_the_shards(whole: Path) -> None:
     for batch in store.plan[0]:
         for number in batch:
             for kind in sizes:
-                sizes[kind] += len(slots_of(store.tokens_and_mask(number)[1], kind))
+                sizes[kind] += len(slots_of(store.stored_tokens(number)[1], kind))
     assert tensors["features"].shape == (sizes["read"], 2, 128)
     assert tensors["taught_features"].shape == (sizes["taught"], 1, 128)
     assert sizes["taught"] < sizes["read"] <= store.index["shard_tokens"][0]
@@ -246,7 +246,10 @@ def test_damage_is_named_and_mended(
     lost = {number for batch in store.plan[3] for number in batch}
     numbers = [store.number(index) for index in range(len(store))]
     assert numbers == sorted(set(range(48)) - lost)
-    assert len(store.read(range(len(store)))) == len(store) > 0
+    served = store.read(range(len(store)))
+    assert len(served) == len(store) > 0
+    for index, example in enumerate(served):
+        assert torch.equal(store.tokens_and_mask(index)[0], example.tokens)
     # a flipped bit is seen only by reading every byte
     if damage != "flipped":
         with pytest.raises(ValueError, match=r"1 of \d+ shards .* shard-00003"):

@@ -32,15 +32,22 @@ class Engine:
     former_support: Mapping[str, str] = field(default_factory=dict)
 
     def layout(self, drafter: TrainableDrafter, target_config: TargetConfig) -> Layout:
-        """Return the head in this engine's layout; ValueError if the engine would serve it badly."""
-        network = self.networks[network_of(drafter)]
-        blocks = drafter.network.get("blocks", 1)
+        """Return the head's config, tensors and guide in this engine's layout; nothing is written.
+
+        ValueError if the engine would serve it badly.
+
+        Args:
+            drafter: The head, whose network is one of `networks`.
+            target_config: The target's config.
+        """
+        network = self.networks[network_of(drafter)]  # this engine's layout of the head's network
+        blocks = drafter.network.get("blocks", 1)  # transformer blocks
         if blocks > network.max_blocks:
             raise ValueError(
                 f"{self.name}: the head has {blocks} blocks, expected {network.max_blocks}: more were never run there"
             )
         layout = network.write(drafter, target_config, self.name)
-        # `_window_keys` refuses windows that the engine does not read
+        # a sliding window over the context; `_window_keys` refuses one that the engine does not read
         window = drafter.network.get("window")
         if window:
             keys = self._window_keys(network, window, blocks)
@@ -56,8 +63,8 @@ class Engine:
 
         Args:
             network: The engine's layout of the head's network.
-            window: The head's window: `sinks` (first tokens that stay visible) and `recent`.
-            blocks: The number of the head's blocks.
+            window: The head's window: `sinks` (so many first tokens stay visible) and `recent` (so many last ones do).
+            blocks: The number of the head's transformer blocks.
         """
         if network.reads_window and not window["sinks"]:
             return {
@@ -76,7 +83,11 @@ class Engine:
         )
 
     def unread_rotary(self, shape: Any) -> str:
-        """Return why this engine would rotate the head's positions differently; "" if it would not."""
+        """Return why this engine would rotate the head's positions differently, for a message; "" if it would not.
+
+        Args:
+            shape: The head's config of sizes, with its rotary parameters.
+        """
         if self.scalings is None:
             return ""
         rotary = rotary_of(shape)

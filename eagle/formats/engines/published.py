@@ -60,7 +60,12 @@ def _finish_features(
 ) -> Layout:
     """Return EAGLE-1's layout for SafeAILab/EAGLE, with the target's embedding and without a bias of zeros.
 
-    The config's `bias` tells that code whether `fc` has a bias.
+    The config's `bias` tells that code whether `fc` has a bias. ValueError for what the code cannot load.
+
+    Args:
+        layout: The layout that `FeatureLayout` wrote, which always has a bias.
+        drafter: The head, bound to its target.
+        target_config: The target's config.
     """
     _check_eagle(drafter, target_config)
     tensors = dict(layout.tensors)
@@ -73,9 +78,14 @@ def _finish_features(
 
 
 def _finish_fused(layout: Layout, drafter: TrainableDrafter, target_config: TargetConfig) -> Layout:
-    """Return EAGLE-3's layout for SafeAILab/EAGLE, with the target's embedding; ValueError for other taps than its own.
+    """Return EAGLE-3's layout for SafeAILab/EAGLE, with the target's embedding.
 
-    That code does not read the layers from the config.
+    ValueError if the head reads other layers than that code, which does not read them from the config.
+
+    Args:
+        layout: The layout that `FusedLayout` wrote.
+        drafter: The head, bound to its target.
+        target_config: The target's config.
     """
     layers = target_config.num_hidden_layers
     published = usual_layers(layers)
@@ -318,11 +328,17 @@ SPECULATORS_SERVE_MASKS = explain_serving(
 def _nest_block(layout: Layout, drafter: TrainableDrafter, target_config: TargetConfig) -> Layout:
     """Return the layout of EAGLE-3 or P-EAGLE for speculators, which nests the block's config in the head's.
 
-    Every switch is written, since readers have different defaults.
+    Every switch, a boolean setting of the network, is written, since readers have different defaults.
+
+    Args:
+        layout: The layout that `FusedLayout` or `ParallelLayout` wrote, with a flat config.
+        drafter: The head, bound to its target, whose embedding is copied.
+        target_config: The target's config.
     """
     # split the flat config: these keys are the head's and the others the block's
     head = {key: layout.config[key] for key in SPECULATORS_HEAD_KEYS if key in layout.config}
     block = {key: value for key, value in layout.config.items() if key not in head}
+    # neither is the block's: the first is not part of this config, the second becomes the block's own class
     del block["eagle_config"]
     del block["architectures"]
     block |= {"rope_parameters": rotary_of(drafter.shape), "architectures": ["LlamaForCausalLM"]}
@@ -398,9 +414,15 @@ transformers was run with this layout, vLLM was not."""
 
 
 def write_model(drafter: Any, target_config: TargetConfig, engine: str) -> Layout:
-    """Return a draft model, a whole language model, as transformers saves it; of tied tensors only the first."""
+    """Return a draft model, a whole language model, as transformers saves it; of tied tensors only the first.
+
+    Args:
+        drafter: The draft model; its own config is written.
+        target_config: Not read.
+        engine: Not read.
+    """
     model = drafter.model
-    # tied tensors share their memory, so its address tells them
+    # tied tensors share their memory, so its address tells them: address -> (name, tensor)
     tensors: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in model.state_dict().items():
         tensors.setdefault(tensor.data_ptr(), (name, tensor.detach().cpu()))

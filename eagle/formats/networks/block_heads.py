@@ -74,8 +74,11 @@ FROM_RUN = "Take it from the config of the training run"
 def _read_blocks(head: HeadFolder, anchor_key: str, predicts_next: bool) -> Config:
     """Return a block head's settings: sizes by its tensors, and by its config which token a slot of a block predicts.
 
+    Such a head drafts a block of tokens in one forward: the first slot of a block reads the root, the last committed
+    token, and the others read masks. Whatever no head here can be becomes a problem of the checkpoint.
+
     Args:
-        head: The checkpoint, with its tensors by our names.
+        head: The checkpoint, with its tensors by our names; its layout and sizes are set.
         anchor_key: The key of the config that says which token a slot predicts.
         predicts_next: Whether a slot predicts the token after its position where the config does not say.
     """
@@ -83,11 +86,12 @@ def _read_blocks(head: HeadFolder, anchor_key: str, predicts_next: bool) -> Conf
     head.nested = keys.section("dflash_config")
     head.layout = _find_layout(head)
     head.target_layers = head.block.read("num_target_layers") or keys.read("num_target_layers")
-    layers = head.block.read("num_hidden_layers")
+    layers = head.block.read("num_hidden_layers")  # of the head
     refused = _list_refused(head)
-    count = count_indices(head, r"layers\.(\d+)\.")
+    count = count_indices(head, r"layers\.(\d+)\.")  # transformer blocks in the file
+    # at least 1, since a file without a block, whose tensors are then reported as missing, must not fail here
     blocks = max(compare_count(head, layers, count, "layers"), 1)
-    # the blocks are those of Qwen3, which norms queries and keys
+    # the transformer blocks are those of Qwen3, which norms queries and keys
     head.overrides = {"num_hidden_layers": blocks, "qk_norm": True}
     draft_vocab = _read_draft_vocab(head)
     head.refuse(refused, "block")
@@ -113,10 +117,10 @@ def _read_blocks(head: HeadFolder, anchor_key: str, predicts_next: bool) -> Conf
 
 
 def _find_layout(head: HeadFolder) -> str:
-    """Return which project wrote the checkpoint, by its config."""
+    """Return which project wrote the checkpoint, by the keys of its config; z-lab's code if nothing else tells."""
     if head.is_of_speculators:
         return SPECULATORS
-    # DeepSpec's configs are flat
+    # DeepSpec's configs are flat; those of the others nest keys in dflash_config
     is_deepspec = "markov_rank" in head.config or "Qwen3DSparkModel" in head.architectures
     if is_deepspec and "dflash_config" not in head.config:
         return DEEPSPEC
@@ -126,7 +130,10 @@ def _find_layout(head: HeadFolder) -> str:
 
 
 def _list_refused(head: HeadFolder) -> dict[str, bool]:
-    """Return the settings that no block head of this project has, each with whether the config has it."""
+    """Return the settings that no block head of this project has, each with whether the config has it.
+
+    It also marks keys as handled that do not matter or that other functions read.
+    """
     keys, block, nested = head.sections
     types = set(block.read("layer_types") or [])
     # without layer_types, readers differ in which layers slide
@@ -155,7 +162,10 @@ def _list_refused(head: HeadFolder) -> dict[str, bool]:
 
 
 def _read_draft_vocab(head: HeadFolder) -> int | None:
-    """Return the number of tokens that a head can draft, None for all; `head.draft_vocab_size` has it in any case."""
+    """Return the setting `draft_vocab`: the number of tokens that a head can draft, None for all.
+
+    It sets `head.draft_vocab_size` too, which is the whole vocabulary for None.
+    """
     vocab_size = head.shape["vocab_size"]
     size = head.keys.read("draft_vocab_size") or vocab_size
     if size > vocab_size:
@@ -163,6 +173,7 @@ def _read_draft_vocab(head: HeadFolder) -> int | None:
             f"config.json: draft_vocab_size is {size}, the vocabulary has {vocab_size}",
             "Correct it",
         )
+    # a number above the vocabulary, which is a problem already, must not fail here
     head.draft_vocab_size = min(size, vocab_size)
     if head.draft_vocab_size == vocab_size:
         return None
@@ -171,20 +182,28 @@ def _read_draft_vocab(head: HeadFolder) -> int | None:
 
 
 def _settle(head: HeadFolder, taps: tuple[int, ...] | None, norm_output: str | None) -> list[str]:
-    """Return notes on the draft vocabulary; ValueError if it cannot be right."""
+    """Return notes on the draft vocabulary at an import, ValueError if it cannot be right: `Network.settle`.
+
+    `taps` and `norm_output` are the user's answers to questions that such a head does not leave open.
+    """
     return check_draft_vocab(head)
 
 
 def _read_window(head: HeadFolder, blocks: int) -> Config:
-    """Return the settings of a head's sliding windows, and whether slots see only earlier slots of their block.
+    """Return the settings of a head's sliding windows, and of which slots see only earlier slots of their block.
 
     Args:
         head: The checkpoint.
         blocks: The number of its transformer blocks.
+
+    Returns:
+        "causal": true or false for all transformer blocks, or "window" for those with a window alone. With windows also
+        "window" (its tokens), and where not all have one "window_blocks", the indices of those that have.
     """
     keys, block, nested = head.sections
     types = block.read("layer_types") or [FULL] * blocks
-    size = _first_not_none(nested.read("swa_window_size"), block.read("sliding_window"))
+    size = _first_not_none(nested.read("swa_window_size"), block.read("sliding_window"))  # tokens
+    # the transformer blocks with a window
     indices = [index for index, kind in enumerate(types) if kind == SLIDING]
     # ModelOpt leaves layer_types as they were, and all layers slide
     if nested.read("use_swa"):
@@ -195,6 +214,7 @@ def _read_window(head: HeadFolder, blocks: int) -> Config:
         head.problem("config.json: layers slide, and no sliding_window says how far", FROM_RUN)
     non_causal = keys.read("sliding_window_non_causal")
     causal = _first_not_none(block.read("is_causal"), keys.read("is_causal"), nested.read("causal"))
+    # no window: without a key all slots of a block see one another
     if not indices or size is None:
         return {"causal": bool(causal)}
     # by default a layer with a window is causal and one without is not, except where speculators says otherwise
@@ -203,6 +223,7 @@ def _read_window(head: HeadFolder, blocks: int) -> Config:
     window: Config = {"window": {"recent": size}, "causal": causal}
     if len(indices) < blocks:
         window["window_blocks"] = tuple(indices)
+    # there all slots of a block have the window that ends at its root, and elsewhere each one at its own place
     if head.layout == SPECULATORS:
         window["window_end"] = "root"
         head.notes.append(f"window_end root: speculators trains on the {size} tokens before a root")
@@ -210,10 +231,14 @@ def _read_window(head: HeadFolder, blocks: int) -> Config:
 
 
 def _read_taps(head: HeadFolder, blocks: int) -> tuple[int, ...]:
-    """Return the layers whose inputs the head reads.
+    """Return the target's layers whose inputs the head reads.
 
     Configs of speculators count layer inputs, the others layer outputs, to which 1 is added. Where the config names no
     layers, z-lab's code takes layers that follow from the number of blocks.
+
+    Args:
+        head: The checkpoint.
+        blocks: The number of its transformer blocks in the file.
     """
     # without the target, its config may tell how many layers it has
     layers = head.target.layers if head.target else head.keys.read("num_target_layers")
@@ -246,13 +271,13 @@ def _read_taps(head: HeadFolder, blocks: int) -> tuple[int, ...]:
 
 
 def _usual_taps(layers: int, blocks: int) -> list[int]:
-    """Return the layers whose inputs z-lab's code reads by default: evenly spread, from the third to the last but one.
+    """Return the layers whose inputs z-lab's code reads by default: evenly spread over the target.
 
     Args:
         layers: The number of the target's layers.
-        blocks: The number of the head's blocks, which is also that of its taps.
+        blocks: The number of the head's transformer blocks, which is also that of the layers that it reads.
     """
-    # that code counts outputs of layers, from 1 to layers - 3; the last + 1 makes inputs of them
+    # that code counts outputs of layers, from 1 to layers - 3; the + 1 at the end makes inputs of them
     if blocks < 2:
         return [layers // 2 + 1]
     return [round(1 + block * (layers - 4) / (blocks - 1)) + 1 for block in range(blocks)]
@@ -265,7 +290,7 @@ def _read_anchor(head: HeadFolder, key: str, predicts_next: bool) -> bool:
 
     Args:
         head: The checkpoint.
-        key: The key that its project writes, "sample_from_anchor" or Domino's "shift_label".
+        key: The key that its project writes, "sample_from_anchor" or Domino's "shift_label", for the note.
         predicts_next: The answer where the config does not say it, which is noted.
     """
     keys = head.keys
@@ -296,7 +321,7 @@ def _read_anchor(head: HeadFolder, key: str, predicts_next: bool) -> bool:
 
 
 def _read_mask(head: HeadFolder) -> int:
-    """Return the mask token's id, which only the config says; 0 and a problem if it does not."""
+    """Return the id of the mask token, which slots read whose token is not known; 0 and a problem without one."""
     mask: int | None = _first_not_none(
         head.nested.read("mask_token_id"), head.keys.read("mask_token_id")
     )
@@ -320,9 +345,14 @@ def _first_not_none(*values: Any) -> Any:
 
 
 def _read_corrected(head: HeadFolder, anchor_key: str, predicts_next: bool) -> Config:
-    """Return the settings of a DSpark or Domino head; the arguments are those of `_read_blocks`.
+    """Return the settings of a DSpark or Domino head, or of a DFlash head under DSpark's names.
 
-    These are DFlash's blocks with a part that corrects a slot's logits by the tokens drafted before it.
+    DSpark and Domino have DFlash's blocks and a part that corrects a slot's logits by the tokens drafted before it.
+
+    Args:
+        head: The checkpoint; its method is set.
+        anchor_key: As in `_read_blocks`.
+        predicts_next: As in `_read_blocks`.
     """
     settings = _read_blocks(head, anchor_key, predicts_next)
     correction = _read_correction(head)
@@ -334,10 +364,19 @@ def _read_corrected(head: HeadFolder, anchor_key: str, predicts_next: bool) -> C
 
 
 def _read_correction(head: HeadFolder) -> Config:
-    """Return the settings of the part that corrects logits, by its tensors; a problem if the config disagrees."""
+    """Return the settings of the part that corrects a slot's logits by the tokens drafted before it.
+
+    The tensors tell them. Where the config says something else, that becomes a problem of the checkpoint.
+
+    Returns:
+        "markov" (its kind, "none" without one), "rank" (the width of its code of the tokens), "confidence" (whether the
+        head predicts how likely each token is accepted), and Domino's own settings.
+    """
+    # each a list, as a config may state a key twice
     ranks = _read_both(head, "markov_rank")
     kinds = _read_both(head, "markov_head_type")
     flags = _read_both(head, "enable_confidence_head") + _read_both(head, "use_confidence_head")
+    # sizes that follow from the tensors
     for section in (head.keys, head.nested):
         section.handled |= {"confidence_head_with_markov", "emb_dim", "gru_hidden_dim"}
     # the tensors decide, and the config's statements are only compared with them
@@ -366,7 +405,11 @@ def _read_correction(head: HeadFolder) -> Config:
 
 
 def _markov_type(head: HeadFolder) -> str:
-    """Return which of DSpark's Markov heads the tensors are: "vanilla", "gated" or "rnn"."""
+    """Return which of DSpark's Markov heads the tensors are: "vanilla", "gated" or "rnn".
+
+    Only the gated one has the module `gate_proj`, and only the recurrent one `joint_proj`.
+    """
+    # such as markov_w1 in `markov_head.markov_w1.weight`
     modules = {name.split(".")[1] for name in head.names if name.startswith("markov_head.")}
     if "gate_proj" in modules:
         return "gated"
@@ -382,13 +425,21 @@ def _read_gru(head: HeadFolder) -> Config:
 
 
 def _read_both(head: HeadFolder, name: str) -> list[Any]:
-    """Return the values of a key that a config may hold at the top, in dflash_config or in both."""
+    """Return the values, 0 to 2, of a key that a config may hold at the top, in dflash_config or in both."""
     values = [section.read(name) for section in (head.keys, head.nested)]
     return [value for value in values if value is not None]
 
 
 def _side(head: HeadFolder, name: str, dim: int) -> int:
-    """Return the size of one dimension of a matrix; 1 if the tensor is no matrix, which is a problem later."""
+    """Return the size of one dimension of a matrix; 1 if the tensor is no matrix.
+
+    Its shape then becomes a problem later, when all tensors are checked.
+
+    Args:
+        head: The checkpoint.
+        name: Our name of the tensor.
+        dim: The dimension, 0 or 1.
+    """
     side = head.side(name, dim)
     if side is None:
         return 1
@@ -401,12 +452,14 @@ def _side(head: HeadFolder, name: str, dim: int) -> int:
 def _find_faults(head: HeadFolder) -> Iterator[FoundFault]:
     """Yield what engines read differently: windows, and which token a slot predicts if the config does not say it."""
     window = head.settings.get("window")
+    # ModelOpt's key alone, which engines do not read, gives all layers a window
     if window and head.nested.values.get("use_swa"):
         yield report(faults.SWA_UNREAD, size=window["recent"])
     if window and head.settings.get("window_end") == "root":
         yield report(faults.WINDOW_MOVES)
     if head.draft_vocab_size < head.shape["vocab_size"]:
         yield report(faults.D2T_UNREAD)
+    # some layers have a window and are causal, so that a slot sees only earlier slots of its block; the others are not
     is_mixed = bool(head.settings.get("window_blocks")) and head.settings["causal"] == "window"
     if is_mixed and head.layout == SPECULATORS and head.method == DFLASH:
         yield report(faults.MIXED_CAUSAL)
@@ -415,6 +468,7 @@ def _find_faults(head: HeadFolder) -> Iterator[FoundFault]:
         and head.method != DFLASH
         and "sample_from_anchor" not in head.config
     ):
+        # readers of DSpark's configs have different defaults for it
         yield report(faults.ANCHOR_UNSAID, fatal=False)
 
 

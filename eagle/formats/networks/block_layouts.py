@@ -43,7 +43,11 @@ Style = Callable[[TrainableDrafter, Any], Config]
 
 
 def _count_levels(drafter: TrainableDrafter) -> int:
-    """Return the number of tokens that a block predicts: one less than its slots if the first only reads the root."""
+    """Return the number of tokens that one block predicts.
+
+    The first slot of a block reads the root, the last committed token, and the others read masks. Without
+    `sample_from_anchor` the first slot predicts nothing.
+    """
     settings: Any = drafter.settings
     levels = int(settings.slots)
     if not settings.sample_from_anchor:
@@ -52,12 +56,15 @@ def _count_levels(drafter: TrainableDrafter) -> int:
 
 
 def _outputs_of(drafter: TrainableDrafter) -> list[int]:
-    """Return the layers whose outputs the head reads, in ascending order, as most configs count them."""
+    """Return the target's layers whose outputs the head reads, in ascending order, as most configs count them.
+
+    Taps count inputs of layers, and the input of a layer is the output of the layer before it.
+    """
     return [tap - 1 for tap in sorted(drafter.taps)]
 
 
 def _qwen3_config(drafter: TrainableDrafter, target_config: TargetConfig, **more: Any) -> Config:
-    """Return the config keys of the head's blocks, which all styles share and which are those of a Qwen3.
+    """Return the config keys of the head's transformer blocks, which all styles share and which are those of a Qwen3.
 
     Args:
         drafter: The head.
@@ -65,8 +72,8 @@ def _qwen3_config(drafter: TrainableDrafter, target_config: TargetConfig, **more
         more: Further keys, of one style.
     """
     head: Any = drafter
-    blocks = head.shape.num_hidden_layers
-    window = head.settings.window
+    blocks = head.shape.num_hidden_layers  # transformer blocks
+    window = head.settings.window  # a sliding window over the context; None for full attention
     # full attention is stated in three ways (the types, the window, max_window_layers), for old and new readers
     entries = {
         "model_type": "qwen3",
@@ -77,16 +84,21 @@ def _qwen3_config(drafter: TrainableDrafter, target_config: TargetConfig, **more
         "num_target_layers": target_config.num_hidden_layers,
         "block_size": drafter.settings.slots,
     }
-    # without this key readers take layers that slide for causal ones, and no others
+    # in a causal layer a slot sees only earlier slots of its block of tokens. Without this key readers take layers with
+    # a window for causal ones, and no others; with it all layers for the same, so the first layer tells.
     if not _is_causal_by_window(head):
         entries["is_causal"] = head.is_causal(0)
+    # the draft vocabulary that the head was trained with, if it has one
     if head.own_drafts is not None:
         entries["draft_vocab_size"] = draft_vocab_size(head.shape)
     return llama_config(drafter, target_config, **entries, **more)
 
 
 def _is_causal_by_window(head: Any) -> bool:
-    """Return whether just those transformer blocks are causal that have a window."""
+    """Return whether just those transformer blocks are causal that have a window, as readers assume.
+
+    In a causal block a slot sees only earlier slots of its block of tokens.
+    """
     blocks = range(head.settings.blocks)
     return all(head.is_causal(index) == head.has_window(index) for index in blocks)
 
@@ -94,17 +106,28 @@ def _is_causal_by_window(head: Any) -> bool:
 def _nested_config(
     drafter: TrainableDrafter, target_config: TargetConfig, architecture: str, **more: Any
 ) -> Config:
-    """Return a config whose keys beyond a Qwen3's are nested in `dflash_config`, as z-lab and SpecForge have it."""
+    """Return a config whose keys beyond a Qwen3's are nested in `dflash_config`, as z-lab and SpecForge have it.
+
+    Args:
+        drafter: The head.
+        target_config: The target's config.
+        architecture: The class that reads such heads, for the key `architectures`.
+        more: Further nested keys.
+    """
     nested = {"mask_token_id": mask_of(drafter), "target_layer_ids": _outputs_of(drafter), **more}
     return _qwen3_config(drafter, target_config, architectures=[architecture], dflash_config=nested)
 
 
 def _markov_keys(drafter: TrainableDrafter) -> Config:
-    """Return the keys for a head's Markov head, its confidence and its slots, which all readers of DSpark share."""
+    """Return the keys for a head's Markov head, its confidence and its slots, which all readers of DSpark share.
+
+    The Markov head corrects a slot's logits by the tokens drafted before it. The confidence predicts the probability
+    that a slot's token is accepted.
+    """
     tensors = drafter.state_dict()
-    columns = 0
+    columns = 0  # what the confidence reads; 0 without one
     if CONFIDENCE in tensors:
-        # [1, H], or wider where it reads the Markov head's input too
+        # [1, H] with H the width, or wider where it reads the Markov head's code of the token before too
         columns = tensors[CONFIDENCE].shape[1]
     kind = getattr(drafter.settings, "markov", "none")
     rank = 0
@@ -125,7 +148,7 @@ def _markov_keys(drafter: TrainableDrafter) -> Config:
 def zlab_config(drafter: TrainableDrafter, target_config: TargetConfig) -> Config:
     """Return z-lab's config of DFlash, for heads whose first slot reads the root and predicts nothing."""
     more = {"sample_from_anchor": False}
-    # for all layers alike, so that it is left out where only those that slide are causal
+    # the key holds for all layers alike, so it is left out where only layers with a window are causal
     if drafter.network["causal"] != "window":
         more["causal"] = drafter.network["causal"]
     return _nested_config(drafter, target_config, "DFlashDraftModel", **more)
@@ -139,7 +162,8 @@ def deepspec_config(drafter: TrainableDrafter, target_config: TargetConfig) -> C
         "num_anchors": drafter.settings.anchors,
         **_markov_keys(drafter),
     }
-    entries["dspark_bonus_anchor"] = not entries["sample_from_anchor"]  # which vLLM reads instead
+    # vLLM reads this key instead, which says the opposite
+    entries["dspark_bonus_anchor"] = not entries["sample_from_anchor"]
     return _qwen3_config(drafter, target_config, architectures=["Qwen3DSparkModel"], **entries)
 
 
@@ -159,7 +183,10 @@ def specforge_config(drafter: TrainableDrafter, target_config: TargetConfig) -> 
 
 
 def domino_config(drafter: TrainableDrafter, target_config: TargetConfig) -> Config:
-    """Return SpecForge's config of Domino, which SGLang reads."""
+    """Return SpecForge's config of Domino, which SGLang reads too.
+
+    Domino corrects a slot's logits by the tokens drafted before it, which a GRU encodes.
+    """
     tensors = drafter.state_dict()
     return _nested_config(
         drafter,
@@ -168,13 +195,14 @@ def domino_config(drafter: TrainableDrafter, target_config: TargetConfig) -> Con
         projector_type="domino",
         emb_dim=tensors[DOMINO_INPUT].shape[0],
         gru_hidden_dim=tensors[GRU].shape[1],
+        # the first levels, whose logits stay uncorrected
         pure_draft_prefix_len=drafter.settings.unbiased,
         shift_label=bool(drafter.settings.sample_from_anchor),
     )
 
 
 def speculators_config(drafter: TrainableDrafter, target_config: TargetConfig) -> Config:
-    """Return the config of `speculators`, which counts layer inputs and nests the blocks' sizes."""
+    """Return the config of `speculators`, which counts layer inputs and nests the sizes of the transformer blocks."""
     algorithm = "dflash"
     architecture = "DFlashSpeculator"
     markov: Config = {}
@@ -209,7 +237,7 @@ def propose_config(algorithm: str, tokens: int, target_config: TargetConfig) -> 
 
     Args:
         algorithm: The method, as `speculators` calls it.
-        tokens: The number of draft tokens.
+        tokens: The number of draft tokens of a chain.
         target_config: The target's config.
     """
     # lossless verification: one candidate at each position, and no tolerance
@@ -265,13 +293,17 @@ class InjectedLayout(NetworkLayout):
     brings_copies: bool = False
 
     def write(self, drafter: TrainableDrafter, target_config: TargetConfig, engine: str) -> Layout:
-        """Return a block head with ascending layer ids; ValueError for settings that the reader would misread."""
+        """Return a block head's config, tensors and guide, with the layers that it reads in ascending order.
+
+        ValueError for settings that the reader would misread. `engine` is the reader's name, for messages.
+        """
         # first the settings by which a reader would take the head for another kind
         style = self._choose_style(drafter.settings, engine)
         self._check(drafter, engine)
         self._check_confidence(drafter, engine, is_domino=style is domino_config)
         _check_taps(drafter, target_config, engine)
-        # readers sort the ids, so fc must read the taps in that order
+        # readers sort the layers' ids, so the columns of `fc` must follow them in that order. `order` has the index,
+        # among the taps, of the lowest layer, the next and so on.
         order = sorted(range(len(drafter.taps)), key=drafter.taps.__getitem__)
         tensors = reorder_taps(tensors_of(drafter), order)
         if self.brings_copies:
@@ -279,8 +311,10 @@ class InjectedLayout(NetworkLayout):
                 EMBEDDING: embedding_of(drafter, engine),
                 OUTPUT: output_of(drafter, engine),
             }
+        # with a draft vocabulary readers take the LM head from the file: the target's rows of the draft tokens
         if "d2t" in tensors:
             tensors[OUTPUT] = output_of(drafter, engine)
+        # all slots were trained on the window that ends at the root, and not each at its own place
         at_root = drafter.settings.window and drafter.settings.window_end == "root"
         return Layout(
             style(drafter, target_config),
@@ -293,16 +327,20 @@ class InjectedLayout(NetworkLayout):
         )
 
     def with_window(self, config: Config, window_keys: Config) -> Config:
-        """Return the config as it is, as it names the window of each layer already."""
+        """Return the config as it is: `_qwen3_config` has named the window of each layer already."""
         return config
 
     def _choose_style(self, settings: Any, engine: str) -> Style:
-        """Return the style of config for these settings; ValueError if readers would take the head for another kind."""
+        """Return the style of config for these settings: a function that makes config.json.
+
+        ValueError if readers would take the head for another kind.
+        """
         kind = getattr(settings, "markov", "none")
+        # whether a slot predicts the token after its position, or else the one at it
         anchor = bool(settings.sample_from_anchor)
         if (kind, anchor) in self.styles:
             return self.styles[kind, anchor]
-        # no other anchor would help, so that the Markov head is the reason
+        # the other value of `sample_from_anchor` would not help either, so the Markov head is the reason
         if (kind, not anchor) not in self.styles:
             readable = ", ".join(sorted({kind for kind, _ in self.styles}))
             raise ValueError(
@@ -321,7 +359,10 @@ class InjectedLayout(NetworkLayout):
         )
 
     def _check(self, drafter: TrainableDrafter, engine: str) -> None:
-        """Raise ValueError for blocks that the reader does not have: without query and key norms, or causal ones."""
+        """Raise ValueError for what the reader does not have.
+
+        That is a block without query and key norms, a draft vocabulary, or the head's rule which slots see one another.
+        """
         if not getattr(drafter.shape, "qk_norm", False):
             raise ValueError(
                 f"{engine}: drafter.qk_norm is false, and the blocks of this layout norm queries and keys: no exporter "
@@ -332,6 +373,7 @@ class InjectedLayout(NetworkLayout):
                 f"{engine}: drafter.draft_vocab is {drafter.settings.draft_vocab}, and the draft's tokens would be "
                 "read as the first of the vocabulary there: export to vllm or speculators"
             )
+        # whether the reader can be told which layers are causal: in those a slot sees only earlier slots of its block
         is_read = self.reads_causal or (self.frees_windows and not drafter.settings.causal)
         if not is_read and not _is_causal_by_window(drafter):
             raise ValueError(
@@ -342,7 +384,13 @@ class InjectedLayout(NetworkLayout):
             )
 
     def _check_confidence(self, drafter: TrainableDrafter, engine: str, is_domino: bool) -> None:
-        """Raise ValueError if the head predicts its confidence and the reader cannot, or the reader needs it."""
+        """Raise ValueError if the head predicts how likely its tokens are accepted and the reader cannot, or needs it.
+
+        Args:
+            drafter: The head.
+            engine: The reader's name, for messages.
+            is_domino: Whether its style of config is that of Domino, where no head has a confidence.
+        """
         is_there = CONFIDENCE in drafter.state_dict()
         if is_domino and is_there:
             raise ValueError(
@@ -357,7 +405,11 @@ class InjectedLayout(NetworkLayout):
 
 
 def _check_taps(drafter: TrainableDrafter, target_config: TargetConfig, engine: str) -> None:
-    """Raise ValueError for taps, or a factor on the target's embedding, that no reader of such heads knows."""
+    """Raise ValueError for taps, or a factor on the target's embedding, that no reader of such heads knows.
+
+    Taps are the target's layers whose inputs the head reads. Readers count outputs, so the input of layer 0, which is
+    the embedding, is no output of a layer.
+    """
     layers = target_config.num_hidden_layers
     if not all(0 < tap < layers for tap in drafter.taps):
         raise ValueError(

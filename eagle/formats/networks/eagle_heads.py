@@ -75,9 +75,10 @@ ASK = f"Import it with --norm-output={LM_HEAD} if SpecForge trained it, else wit
 
 
 def _read_block(head: HeadFolder) -> int | None:
-    """Return the sliding window of the head's block (None for full attention), and mark the block's keys as handled.
+    """Return the tokens of the block's sliding window, None for full attention; mark the block's keys as handled.
 
-    Whether there are biases, and how many layers, is decided by the tensors; the keys only must not count as unknown.
+    Whether there are biases, and how many layers, is decided by the tensors. Reading a key marks it as handled, so
+    that it is not listed as unknown.
     """
     head.keys.handled |= {"mask_token_id", "quantization_config"}
     for name in (
@@ -88,6 +89,7 @@ def _read_block(head: HeadFolder) -> int | None:
         "num_hidden_layers",
     ):
         head.block.read(name)
+    # configs of speculators nest the block's keys, and have this one at the top too
     if head.block is not head.keys:
         head.keys.read("tie_word_embeddings")
     if head.is_of_speculators:
@@ -96,10 +98,11 @@ def _read_block(head: HeadFolder) -> int | None:
 
 
 def _read_window(block: Keys) -> int | None:
-    """Return the window that `layer_types` switches on for the head's layer; None for full attention.
+    """Return the window, in tokens, that `layer_types` switches on for the head's layer; None for full attention.
 
     All engines read it so. Without `layer_types` they differ, and `_refuse_foreign_settings` refuses such a window.
     """
+    # the head has one layer, so only the first type counts
     layer_types = block.read("layer_types") or []
     if "sliding_attention" not in layer_types[:1]:
         return None
@@ -108,7 +111,11 @@ def _read_window(block: Keys) -> int | None:
 
 
 def _slides(block: Keys) -> bool:
-    """Return whether any engine may read a sliding window: by `layer_types`, or without it by the other two keys."""
+    """Return whether any engine may read a sliding window in this config.
+
+    With `layer_types` all engines go by it. Without it some take `sliding_window` alone for a window, unless
+    `use_sliding_window` is false.
+    """
     window = block.read("sliding_window")
     is_used = block.read("use_sliding_window")
     layer_types = block.read("layer_types")
@@ -118,9 +125,9 @@ def _slides(block: Keys) -> bool:
 
 
 def _refuse_foreign_settings(head: HeadFolder) -> None:
-    """Record a problem for each setting in the config that neither EAGLE-1 nor EAGLE-3 heads have here."""
+    """Add to the head's problems each setting in the config that neither EAGLE-1 nor EAGLE-3 heads have here."""
     keys, block, nested = head.sections
-    # each of them changes what the head computes, though its tensors look the same
+    # setting -> whether the config has it; each changes what the head computes, though its tensors look the same
     refused = {
         "hidden_act": block.read("hidden_act") not in (None, "silu"),
         "sliding_window": _slides(block) and not _read_window(block),
@@ -131,6 +138,7 @@ def _refuse_foreign_settings(head: HeadFolder) -> None:
         "use_mtp_layernorm": bool(nested.read("use_mtp_layernorm")),
         "use_input_layernorm_in_first_layer": nested.read("use_input_layernorm_in_first_layer")
         is False,
+        # only heads that draft several tokens in one forward have a mask token
         "mask_token_id": "mask_token_id" in keys.values,
         "quantization_config": bool(keys.values.get("quantization_config")),
     }
@@ -138,7 +146,12 @@ def _refuse_foreign_settings(head: HeadFolder) -> None:
 
 
 def _find_layout(head: HeadFolder, usual: str) -> str:
-    """Return which project wrote a checkpoint, by its keys and names of tensors; `usual` if nothing tells."""
+    """Return which project wrote a checkpoint, or how it names its block, by its keys and names of tensors.
+
+    Args:
+        head: The checkpoint.
+        usual: The answer if nothing tells.
+    """
     if head.is_of_speculators:
         return SPECULATORS
     if any(name.startswith("model.") for name in head.tensors.stored):
@@ -171,7 +184,9 @@ def _find_unknown_names(head: HeadFolder, classes: set[str]) -> Iterator[FoundFa
 
 
 def _find_broken_promises(head: HeadFolder, is_tied_fatal: bool) -> Iterator[FoundFault]:
-    """Yield a fault for each key of the config that promises tensors other than an EAGLE head's.
+    """Yield a fault for each key of the config that promises other tensors than an EAGLE head has.
+
+    Engines go by these keys when they build the head, whatever tensors the file holds.
 
     Args:
         head: The checkpoint.
@@ -183,7 +198,7 @@ def _find_broken_promises(head: HeadFolder, is_tied_fatal: bool) -> Iterator[Fou
             yield report(faults.PROMISED_BIAS, name=name)
     if True in (block.get("tie_word_embeddings"), head.keys.values.get("tie_word_embeddings")):
         yield report(faults.TIED, fatal=is_tied_fatal)
-    # a head has one layer, whatever its target has
+    # a head has one layer, whatever its target has; configs of speculators may leave the count out
     layers = block.get("num_hidden_layers")
     if layers != 1 and not (layers is None and head.layout == SPECULATORS):
         yield report(faults.LAYER_COUNT, layers=layers)
@@ -205,18 +220,21 @@ def _list_block_facts(head: HeadFolder) -> Config:
 
 
 def _read_settings(head: HeadFolder, usual: str, read_switches: Any) -> Config:
-    """Return the head's settings that change what it computes; record a problem for those that no head here has.
+    """Return the settings of an EAGLE-1 or EAGLE-3 head as a recipe would state them: `Network.read_settings`.
+
+    Settings that no head here has become problems of the checkpoint.
 
     Args:
-        head: The checkpoint.
+        head: The checkpoint; its `layout` is set.
         usual: The layout of the checkpoint if nothing in it tells.
-        read_switches: Reads the settings in which EAGLE-1 and EAGLE-3 differ.
+        read_switches: A function of the checkpoint that returns the settings in which EAGLE-1 and EAGLE-3 differ.
     """
     head.layout = _find_layout(head, usual)
     _refuse_foreign_settings(head)
     window = _read_block(head)
     settings = {"intermediate_size": head.shape["intermediate_size"], **read_switches(head)}
     if window:
+        # "sinks" are first tokens that stay visible, of which such configs have none
         settings["window"] = {"sinks": 0, "recent": window}
     # read only so that it does not count as unknown
     head.nested.read("use_aux_hidden_state")
@@ -227,7 +245,11 @@ def _read_settings(head: HeadFolder, usual: str, read_switches: Any) -> Config:
 
 
 def _read_fc_bias(head: HeadFolder) -> Config:
-    """Return EAGLE-1's own setting, `fc_bias`: whether the file holds a bias of `fc`, whatever the config says."""
+    """Return EAGLE-1's own setting, `fc_bias`: whether the file holds a bias of `fc`, whatever the config says.
+
+    If the config promises a bias that is missing, that becomes a problem; if it says nothing, that is noted.
+    """
+    # EAGLE-1 drafts by the target's LM head, so it can draft all tokens
     head.draft_vocab_size = head.shape["vocab_size"]
     has_bias = "fc.bias" in head.names
     config_bias = head.keys.read("bias")
@@ -249,9 +271,10 @@ def _read_fc_bias(head: HeadFolder) -> Config:
 def _settle_eagle1(
     head: HeadFolder, taps: tuple[int, ...] | None, norm_output: str | None
 ) -> list[str]:
-    """Decide whether an EAGLE-1 head has a bias in `fc`: one of zeros is dropped. Return notes for the user.
+    """Decide at an import whether an EAGLE-1 head has a bias in `fc`; return notes for the user: `Network.settle`.
 
-    ValueError for a bias that the config denies. Neither `taps` nor `norm_output` is open for such a head.
+    A bias of zeros is dropped, by setting `head.settings["fc_bias"]`. ValueError for a bias that the config denies.
+    `taps` and `norm_output` are the user's answers to questions that such a head does not leave open.
     """
     # heads elsewhere read the embedding as it is stored and heads here times the target's factor, as on Gemma:
     # `_make_eagle1_tensor` divides `fc` by it, so that the product stays the same
@@ -271,15 +294,21 @@ def _settle_eagle1(
 
 
 def _make_eagle1_tensor(head: HeadFolder, name: str, size: torch.Size) -> Tensor:
-    """Return one of our tensors; in `fc`, the columns for the embedding are divided by the target's factor on it.
+    """Return one of our tensors for an import: as the file has it, but for `fc`.
 
-    Heads here read the embedding times this factor, and heads elsewhere do not.
+    Some targets multiply their embedding rows by a factor. Heads here read the multiplied rows and heads elsewhere the
+    stored ones, so the columns of `fc` that read the embedding are divided by the factor.
+
+    Args:
+        head: The checkpoint.
+        name: Our name of the tensor.
+        size: Its size in the head that is built.
     """
     tensor = load_or_zeros(head, name, size)
     if name == "fc.weight" and head.target and head.target.embed_scale != 1.0:
         # a copy in fp32: the file's own precision would round the quotients
         tensor = tensor.to(torch.float32, copy=True)
-        # [H, 2 H], of which the first half reads the embedding
+        # [H, 2 H] with H the width: the first H columns read the embedding, the others the target's state
         tensor[:, : tensor.shape[1] // 2] /= head.target.embed_scale
     return tensor
 
@@ -287,7 +316,8 @@ def _make_eagle1_tensor(head: HeadFolder, name: str, size: torch.Size) -> Tensor
 def _find_eagle1_faults(head: HeadFolder) -> Iterator[FoundFault]:
     """Yield what some engines read differently in an EAGLE-1 head: names, the bias of `fc`, and false promises."""
     yield from _find_unknown_names(head, EAGLE1_CLASSES)
-    # a missing bias starts at random where an engine has one; a bias is dropped where an engine has none
+    # a missing bias starts at random where an engine has one; a bias is dropped where an engine has none. `affects`
+    # picks engines by their layout of the network.
     if "fc.bias" not in head.names:
         yield report(
             faults.NO_BIAS,
@@ -302,7 +332,7 @@ def _find_eagle1_faults(head: HeadFolder) -> Iterator[FoundFault]:
 
 
 def _list_eagle1_facts(head: HeadFolder) -> Config:
-    """Return what `inspect` prints of an EAGLE-1 head: sizes, the target's state that it reads, and fc's bias."""
+    """Return what `eagle inspect` prints of an EAGLE-1 head: sizes, the state that it reads, and fc's bias."""
     bias = "yes" if "fc.bias" in head.names else "no"
     if bias == "yes" and not head.load("fc.bias").any():
         bias = "all zeros, as exports have it without fc_bias: does nothing"
@@ -336,9 +366,13 @@ EAGLE1_HEADS = Network(
 
 
 def _read_switches(head: HeadFolder) -> Config:
-    """Return EAGLE-3's own settings: its three switches, the taps and the size of the draft vocabulary."""
+    """Return EAGLE-3's own settings: its three switches, the taps and the size of the draft vocabulary.
+
+    Taps are the target's layers whose inputs the head reads. Besides the result it sets `head.tap_count`, and in
+    `head.inputs` and `head.outputs` the layers that the config names.
+    """
     _read_draft_vocab(head)
-    # fc [H, taps x H] reads the concatenated states of all taps, by default three
+    # fc [H, taps x H] with H the width reads the concatenated states of all taps, by default three
     width = head.shape["hidden_size"]
     columns = head.side("fc.weight", 1)
     if columns is None:
@@ -349,6 +383,7 @@ def _read_switches(head: HeadFolder) -> Config:
         head.problem(
             f"fc.weight reads {columns} numbers, expected a multiple of {width}, the width"
         )
+        # any valid number, as the problem prevents an import
         head.tap_count = 3
     switches = {
         name: _read_switch(head, name)
@@ -379,7 +414,11 @@ def _read_switches(head: HeadFolder) -> Config:
 
 
 def _read_draft_vocab(head: HeadFolder) -> None:
-    """Set the size of the draft vocabulary: by the config, else the rows of the LM head, else the whole vocabulary."""
+    """Set `head.draft_vocab_size`, the number of tokens that the head can draft.
+
+    It is that of the config, else the number of rows of the LM head, else the whole vocabulary. A number above the
+    vocabulary becomes a problem.
+    """
     lm_head = head.entry(OUTPUT)
     vocab_size = head.shape["vocab_size"]
     size = head.keys.read("draft_vocab_size")
@@ -395,6 +434,7 @@ def _read_draft_vocab(head: HeadFolder) -> None:
         what = f"draft_vocab_size is {size}, more than the vocabulary of {vocab_size}"
         head.problem(what, fatal=False)
     head.draft_vocab_size = size
+    # the size with which the head is built
     head.overrides["draft_vocab_size"] = size
 
 
@@ -418,7 +458,10 @@ def _read_switch(head: HeadFolder, name: str) -> bool:
 
 
 def _is_ambiguous(head: HeadFolder) -> bool:
-    """Return whether the config holds `norm_output`, and nothing tells which of its two meanings it has."""
+    """Return whether the config holds `norm_output`, and nothing tells which of its two meanings it has.
+
+    Most tools mean that the next draft step reads the normed state. SpecForge means that the LM head reads it.
+    """
     keys = head.keys.values.keys() | head.nested.values.keys()
     # SpecForge, which means the LM head by it, never writes norm_before_residual
     may_be_specforge = "norm_before_residual" not in keys
@@ -426,18 +469,19 @@ def _is_ambiguous(head: HeadFolder) -> bool:
 
 
 def _ask_meaning(head: HeadFolder) -> str:
-    """Return the question to the user that the config leaves open."""
+    """Return the question to the user what the config's key `norm_output` means."""
     value = str(head.settings["norm_output"]).lower()
     meanings = ", or ".join(MEANINGS.values())
     return f"norm_output is {value}, which has two meanings: either {meanings}"
 
 
 def _settle_norm_output(head: HeadFolder, meaning: str | None) -> None:
-    """Set the head's `norm_output`, which says whether the next draft step reads the normed state.
+    """Set `head.settings["norm_output"]`, which says whether the next draft step reads the normed state.
 
     Args:
         head: The checkpoint.
-        meaning: What the config's key means, NEXT_STEP or LM_HEAD, if the user says so.
+        meaning: What the config's key means, if the user says so: NEXT_STEP, that the next draft step reads the normed
+            state, or LM_HEAD, that the LM head reads it.
 
     Raises:
         ValueError: if the meaning is open, or no head here computes what the config says.
@@ -451,7 +495,8 @@ def _settle_norm_output(head: HeadFolder, meaning: str | None) -> None:
     # with NEXT_STEP the key means here what it means in the config
     if meaning != LM_HEAD:
         return
-    # LM heads here always read the normed state, so that true of SpecForge's is false of ours
+    # the LM head of a head here always reads the normed state, which SpecForge's true says, and the next step reads the
+    # un-normed one, which our false says
     if head.settings["norm_output"]:
         head.notes.append(f"norm_output is true and means, as asked: {MEANINGS[LM_HEAD]}")
         head.settings["norm_output"] = False
@@ -465,9 +510,17 @@ def _settle_norm_output(head: HeadFolder, meaning: str | None) -> None:
 def _settle_eagle3(
     head: HeadFolder, taps: tuple[int, ...] | None, norm_output: str | None
 ) -> list[str]:
-    """Decide what the config of an EAGLE-3 head leaves open, `norm_output` and the taps; return notes for the user.
+    """Decide at an import what the config of an EAGLE-3 head leaves open: `norm_output` and the taps.
 
-    The user's arguments come first, then the config, then what engines take by default.
+    `head.settings` is changed. The user's arguments come first, then the config, then what engines take by default.
+
+    Args:
+        head: The checkpoint.
+        taps: The layers whose inputs the head reads, if the user says so.
+        norm_output: What the config's key `norm_output` means, if the user says so.
+
+    Returns:
+        Notes for the user on what was assumed or left out.
     """
     # P-EAGLE shares this function and has no such setting
     if "norm_output" in head.settings:
@@ -483,11 +536,13 @@ def _settle_eagle3(
 
 
 def _knows(layout: Any, switch: str) -> bool:
+    """Return whether an engine's layout is one of EAGLE-3's network, and the engine knows this switch of it."""
     # P-EAGLE's layouts are of this class too, and say nothing of EAGLE-3's
     return type(layout) is FusedLayout and switch in layout.switches
 
 
 def _lacks(layout: Any, switch: str) -> bool:
+    """Return whether an engine's layout is one of EAGLE-3's network, and the engine does not know this switch of it."""
     return type(layout) is FusedLayout and switch not in layout.switches
 
 
@@ -495,9 +550,11 @@ def _find_eagle3_faults(head: HeadFolder) -> Iterator[FoundFault]:
     """Yield what some engines read differently in an EAGLE-3 head: names, layer ids, switches, norms and biases."""
     # in the order in which `inspect` shows them
     yield from _find_unknown_names(head, EAGLE3_CLASSES)
+    # one engine finds the block only under the name `midlayer`
     if head.has_block("layers.0."):
         yield report(faults.MIDLAYER_ONLY)
     yield from find_wrong_ids(head)
+    # `inputs` are the layer ids at the top of the config, `outputs` those in eagle_config; some engines read one alone
     if head.inputs and head.outputs is None:
         yield report(faults.OUTER_IDS_ALONE)
     elif head.outputs and not head.inputs:
@@ -505,16 +562,19 @@ def _find_eagle3_faults(head: HeadFolder) -> Iterator[FoundFault]:
     for switch, fault in faults.UNKNOWN_SWITCHES.items():
         if head.settings[switch]:
             lacks = partial(_lacks, switch=switch)
+            # the fault affects engines that lack the switch; its advice names those that know it, as `servers`
             yield report(fault, affects=lacks, servers=partial(_knows, switch=switch))
     if _is_ambiguous(head):
         readers = partial(_knows, switch="norm_output")
         yield report(faults.NORM_OUTPUT, affects=readers, question=_ask_meaning(head), ask=ASK)
     norm = "layers.0.input_layernorm.weight"
     if head.layout == MODELOPT and norm in head.names:
-        # a norm's weights start as ones: if they differ, ModelOpt has trained the norm
+        # ModelOpt also norms the state with it in training, which engines do not. A norm's weights start as ones: if
+        # they differ from one another, it was trained.
         weight = head.load(norm)
         if bool((weight != weight[:1]).any()):
             yield report(faults.MODELOPT_NORM)
+    # readers of speculators' configs have different defaults for the switch
     if head.layout == SPECULATORS and "norm_before_residual" not in head.keys.values:
         yield report(faults.RESIDUAL_UNSAID)
     if "fc.bias" in head.names:
@@ -525,7 +585,7 @@ def _find_eagle3_faults(head: HeadFolder) -> Iterator[FoundFault]:
 def _list_eagle3_facts(head: HeadFolder) -> Config:
     """Return what `eagle inspect` prints of an EAGLE-3 head: sizes, the layers that it reads, and switches."""
     reads = "layers that are not named"
-    # in both ways of counting, to be compared with any config
+    # ids in both ways of counting, which a user can compare with any config
     inputs = head.inputs or head.inputs_by_outputs
     if inputs:
         outputs = tuple(layer - 1 for layer in inputs)
@@ -536,6 +596,7 @@ def _list_eagle3_facts(head: HeadFolder) -> Config:
 
 
 def _describe_eagle3(head: HeadFolder) -> str:
+    """Return the network's name for `inspect`: EAGLE-3.1 is EAGLE-3 with one of these two switches."""
     if head.settings.get("fc_norm") or head.settings.get("norm_output"):
         return "EAGLE-3.1"
     return "EAGLE-3"
@@ -574,23 +635,27 @@ EAGLE3_HEADS = replace(
 
 
 def _read_peagle(head: HeadFolder) -> Config:
-    """Return a P-EAGLE head's settings: EAGLE-3's, the number of blocks, and the mask token."""
+    """Return a P-EAGLE head's settings: EAGLE-3's, the number of transformer blocks, and the mask token."""
     _refuse_foreign_peagle(head)
     _read_block(head)
     settings = {"intermediate_size": head.shape["intermediate_size"], **_read_switches(head)}
     # one forward drafts all tokens, so that no later step reads a state of the head
     settings.pop("norm_output")
     count = count_indices(head, r"layers\.(\d+)\.")
+    # at least 1, since a file without a block, whose tensors are then reported as missing, must not fail here
     blocks = max(compare_count(head, head.block.read("num_hidden_layers"), count, "layers"), 1)
+    # sizes that the tensors decide, whatever the config says
     head.overrides["num_hidden_layers"] = blocks
     head.overrides["qk_norm"] = "layers.0.self_attn.q_norm.weight" in head.names
+    # layers that the config names; else placeholders of the right number, until `_settle_eagle3` finds the layers
     taps = head.inputs or head.inputs_by_outputs or settings["taps"]
     return {**settings, "taps": taps, "blocks": blocks, "mask_token": _read_peagle_mask(head)}
 
 
 def _refuse_foreign_peagle(head: HeadFolder) -> None:
-    """Record a problem for each setting in the config that no P-EAGLE head of this project has."""
-    keys, block, _ = head.sections
+    """Add to the head's problems each setting in the config that no P-EAGLE head of this project has."""
+    keys, block, _ = head.sections  # the third is eagle_config
+    # setting -> whether the config has it
     refused = {
         "hidden_act": block.read("hidden_act") not in (None, "silu"),
         "layer_types": "sliding_attention" in (block.read("layer_types") or [])
@@ -606,7 +671,10 @@ def _refuse_foreign_peagle(head: HeadFolder) -> None:
 
 
 def _read_peagle_mask(head: HeadFolder) -> int:
-    """Return the mask token's id, for which readers have no default; 0 and a problem if the config does not say it."""
+    """Return the mask token's id; without a valid one in the config, 0 or a wrong one, and a problem.
+
+    The head reads this token at positions whose token is not known yet. Readers have no default for it.
+    """
     # three projects have three names for it
     values = {
         name: head.keys.read(name) for name in ("mask_token_id", "pard_token", "ptd_token_id")

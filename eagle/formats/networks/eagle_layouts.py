@@ -38,13 +38,14 @@ class FeatureLayout(NetworkLayout):
     def write(self, drafter: TrainableDrafter, target_config: TargetConfig, engine: str) -> Layout:
         """Return an EAGLE-1 head under our own tensor names, without embedding and LM head, which are the target's.
 
-        Engines leave out a factor on the target's embedding, so `fc` is multiplied by it instead.
+        Some targets multiply their embedding rows by a factor. Engines leave it out, so the columns of `fc` that read
+        the embedding are multiplied by it instead.
         """
         tensors = tensors_of(drafter)
-        # [H, 2 H], of which the first half reads the embedding
+        # [H, 2 H] with H the width: the first H columns read the embedding, the others the target's state
         weight = tensors["fc.weight"].clone()
         weight[:, : weight.shape[1] // 2] *= scale_of(drafter)
-        # an engine with a bias would keep random numbers if the file had none; the others ignore zeros
+        # [H]; an engine with a bias would keep random numbers if the file had none, and the others ignore zeros
         bias = tensors.get("fc.bias", torch.zeros_like(weight[:, 0]))
         if not self.reads_bias and bool(bias.any()):
             raise ValueError(
@@ -65,17 +66,21 @@ class FusedLayout(NetworkLayout):
     needs_offsets: bool = False  # whether it needs d2t even if all tokens can be drafted
 
     def write(self, drafter: TrainableDrafter, target_config: TargetConfig, engine: str) -> Layout:
-        """Return an EAGLE-3 head with its taps in ascending order, as engines read them.
+        """Return an EAGLE-3 head with its taps, the layers that it reads, in ascending order, as engines read them.
 
         The config names the layers twice: some engines read the key at the top, which counts layer inputs, and others
         the key in eagle_config, which counts layer outputs.
         """
         self._check(drafter, target_config, engine)
+        # the index, among the taps, of the lowest layer, the next and so on
         order = sorted(range(len(drafter.taps)), key=drafter.taps.__getitem__)
         inputs = [drafter.taps[tap] for tap in order]
+        # the input of a layer is the output of the layer before it
         outputs = [layer - 1 for layer in inputs]
+        # boolean settings of EAGLE-3's network; a head without the setting computes as if it were off
         switches = {switch: bool(getattr(drafter.settings, switch, False)) for switch in SWITCHES}
         nested = {switch: switches[switch] for switch in self.nested_switches}
+        # the LM head has a row for each token that can be drafted
         draft_vocab_size: int = drafter.lm_head.out_features  # type: ignore[union-attr, assignment]
         config = llama_config(
             drafter,
@@ -87,20 +92,25 @@ class FusedLayout(NetworkLayout):
             eagle_config={"use_aux_hidden_state": True, LAYER_IDS: outputs, **nested},
         )
         tensors = reorder_taps(tensors_of(drafter), order)
+        # engines leave out a factor on the target's embedding: write a copy that is multiplied by it
         if scale_of(drafter) != 1.0:
             tensors[EMBEDDING] = embedding_of(drafter, engine)
         if self.needs_offsets and draft_vocab_size == target_config.vocab_size:
             # each token is its own draft token, at an offset of 0
             tensors["d2t"] = torch.zeros(draft_vocab_size, dtype=torch.long)
             tensors["t2d"] = torch.ones(draft_vocab_size, dtype=torch.bool)
+        # in guides [LAYERS] stands for a list of Python or YAML, and LAYERS alone for numbers with spaces between
         serve = self.serve.replace("[LAYERS]", str(outputs)).replace(
             "LAYERS", " ".join(map(str, outputs))
         )
         return Layout(config, rename_tensors(tensors, MIDLAYER_NAMES), serve)
 
     def _check(self, drafter: TrainableDrafter, target_config: TargetConfig, engine: str) -> None:
-        """Raise ValueError if the engine cannot serve the head: its switches, its taps, or the target's embedding."""
-        # an engine without a switch computes as if it were off
+        """Raise ValueError if the engine cannot serve the head: its switches, its taps, or the target's embedding.
+
+        Switches are the boolean settings of EAGLE-3's network, and taps the layers of the target whose inputs it reads.
+        """
+        # an engine that does not know a switch computes as if it were off
         for switch in SWITCHES:
             if getattr(drafter.settings, switch, False) and switch not in self.switches:
                 raise ValueError(
@@ -128,7 +138,10 @@ class ParallelLayout(FusedLayout):
     max_blocks: int = 4  # of the published heads
 
     def write(self, drafter: TrainableDrafter, target_config: TargetConfig, engine: str) -> Layout:
-        """Return EAGLE-3's layout and the mask token, for which readers have no default."""
+        """Return EAGLE-3's layout of a P-EAGLE head, with numbered blocks and the id of the mask token in its config.
+
+        Readers have no default for the mask token.
+        """
         layout = super().write(drafter, target_config, engine)
         # EAGLE-3's name for its only block gives way to a number, as the further blocks have
         tensors = {
@@ -151,6 +164,7 @@ class ParallelLayout(FusedLayout):
 def add_embedding(layout: Layout, drafter: TrainableDrafter, engine: str) -> Layout:
     """Return the layout with a copy of the target's embedding, for engines that read it from the head's folder.
 
-    The copy holds the target's factor on it already.
+    Where the target multiplies its embedding rows by a factor, the copy is multiplied already. `engine` is named in
+    the message if the head is not bound to a target.
     """
     return replace(layout, tensors={**layout.tensors, EMBEDDING: embedding_of(drafter, engine)})

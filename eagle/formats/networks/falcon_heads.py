@@ -33,7 +33,10 @@ GATES = {"gates.#.weight": "lstm.weight_ih_l#", "gates.#.bias": "lstm.bias_ih_l#
 
 
 def _read_falcon(head: HeadFolder) -> Config:
-    """Return FALCON's setting `k`, the number of tokens of a block, and note what is left out of the LSTM."""
+    """Return FALCON's setting `k`, the number of tokens that one forward drafts, and note what is left out of the LSTM.
+
+    Without the number in the config there is a problem, and any valid one is returned.
+    """
     k = head.keys.read("k_mask")
     if k is None:
         head.problem(
@@ -53,22 +56,36 @@ def _read_falcon(head: HeadFolder) -> Config:
 
 
 def _size_with_forget_gate(name: str, size: Size) -> Size:
-    """Return the size that our tensor has in the file: torch's LSTM has a fourth gate, the forget gate."""
+    """Return the size that our tensor has in the file: torch's LSTM has a fourth gate, the forget gate.
+
+    Args:
+        name: Our name of the tensor.
+        size: Its size in a head of this project, whose gates are three: input, cell and output.
+    """
     if not name.startswith("gates."):
         return size
+    # the gates' rows are stacked: here there are 3 H of them with H the width, in the file 4 H
     return size[0] // 3 * 4, *size[1:]
 
 
 def _may_lack(head: HeadFolder, name: str) -> str:
+    """Return why the tensor of our name `name` may be absent, "" if it may not: only biases of the LSTM may."""
     return "no biases of the LSTM: zeros" if re.fullmatch(r"gates\.\d\.bias", name) else ""
 
 
 def _make_tensor(head: HeadFolder, name: str, size: torch.Size) -> Tensor:
-    """Return one of our tensors; those of the LSTM lose the forget gate's rows, and their two biases are added up.
+    """Return one of our tensors for an import: as the file has it, but for those of the LSTM.
 
-    The LSTM starts from zeros at every position, so its forget gate has nothing to forget.
+    The LSTM starts from zeros at every position, so its forget gate has nothing to forget, and that gate's rows are
+    left out. torch adds two biases to the gates, one of the input and one of the state: here they are one.
+
+    Args:
+        head: The checkpoint.
+        name: Our name of the tensor.
+        size: Its size in the head that is built.
     """
     tensor = load_or_zeros(head, name, size)
+    # a bias that the file lacks is zeros in our size already
     if not name.startswith("gates.") or name not in head.names:
         return tensor
     if name.endswith(".bias"):
@@ -84,6 +101,11 @@ def _load_recurrent_bias(head: HeadFolder, name: str, size: torch.Size) -> Tenso
     """Return torch's second bias of the gates (`bias_hh`); its dtype and size are checked here.
 
     The usual check goes by our names, and this tensor has none.
+
+    Args:
+        head: The checkpoint.
+        name: The tensor's name in the file.
+        size: The size of the first bias, which it must have too.
     """
     bias = head.tensors.load(name)
     if bias.shape != size or not is_plain(bias.dtype):
@@ -114,6 +136,7 @@ def write_falcon(drafter: TrainableDrafter, target_config: TargetConfig, engine:
     check_family(drafter, target_config, ("llama", "qwen2"), engine)
     tensors = {EMBEDDING: embedding_of(drafter, engine)}
     for name, tensor in tensors_of(drafter).items():
+        # all but the LSTM's tensors keep our names
         if not name.startswith("gates."):
             tensors[name] = tensor
             continue
@@ -121,11 +144,11 @@ def write_falcon(drafter: TrainableDrafter, target_config: TargetConfig, engine:
         # neither the forget gate nor the recurrent weights matter, as the LSTM always starts from a state of zeros
         forget_gate = torch.zeros_like(input_gate)
         gates = torch.cat([input_gate, forget_gate, cell_gate, output_gate])
-        # [4 H, H] for weights, [4 H] for a bias
+        # zeros for the recurrent weights, [4 H, H], or the second bias, [4 H], with H the width
         recurrent = torch.zeros_like(gates)
         if gates.ndim == 2:
             recurrent = gates.new_zeros(len(gates), len(input_gate))
-        (theirs,) = rename_tensors({name: gates}, GATES)
+        (theirs,) = rename_tensors({name: gates}, GATES)  # the only name in the result
         tensors[theirs] = gates
         tensors[theirs.replace("_ih_", "_hh_")] = recurrent
     more = {"architectures": ["LlamaForCausalLM"], "bias": True, "k_mask": drafter.settings.k}

@@ -26,17 +26,23 @@ MIN_VOCAB = 16  # tokens of a draft vocabulary, below which chance may look like
 def choose_taps(
     head: HeadFolder, requested: tuple[int, ...] | None
 ) -> tuple[tuple[int, ...], list[str]]:
-    """Return the layers whose inputs the head reads, with notes; ValueError if they are unknown or cannot be right.
+    """Choose the head's taps at an import: the target's layers whose inputs it reads.
 
     The user's choice comes first, then the config, whose two keys must agree, then what engines take by default.
 
     Args:
         head: The checkpoint.
         requested: The layers that the user names, if any.
+
+    Returns:
+        The taps, in the order in which `fc` reads them, and notes on them for the user.
+
+    Raises:
+        ValueError: if they are unknown or cannot be right.
     """
-    layers = head.target.layers if head.target else None
+    layers = head.target.layers if head.target else None  # the target's number of layers
     # what the config says: at the top as inputs, in eagle_config as outputs, one less
-    explicit = {}
+    explicit = {}  # where the config names the layers -> their inputs
     if head.inputs is not None:
         explicit[LAYER_IDS] = head.inputs
     if head.inputs_by_outputs is not None:
@@ -74,18 +80,22 @@ def usual_layers(layers: int) -> tuple[int, int, int]:
 
     Args:
         layers: The number of the target's layers.
+
+    Returns:
+        Three layers, counted from 0: a low one, the middle one and a high one.
     """
     return 2, layers // 2, layers - 3
 
 
 def _check_taps(taps: tuple[int, ...], count: int, layers: int | None) -> None:
-    """Refuse taps that are not as many as the head reads, or not layers of this target.
+    """Raise ValueError for taps that are not as many as the head reads, or not layers of this target.
 
     Args:
         taps: The layers whose inputs are read; -1 is the state after the last layer.
         count: The number of layers that the head's `fc` reads.
         layers: The number of the target's layers; None if there is no target to compare with.
     """
+    # without a target any layer is accepted
     end = max(taps, default=0) + 1
     valid = ""
     if layers is not None:
@@ -101,19 +111,23 @@ def _check_taps(taps: tuple[int, ...], count: int, layers: int | None) -> None:
 
 
 def find_wrong_ids(head: HeadFolder) -> Iterator[FoundFault]:
-    """Yield a fault for layer ids that are missing, or that contradict each other, the tensors or the target."""
+    """Yield a fault for layer ids of the config that are missing, or contradict each other, the tensors or the target.
+
+    Layer ids name the layers of the target whose states the head reads.
+    """
     # ids at the top of the config count inputs of layers, those in eagle_config outputs
     inputs = head.inputs
     by_outputs = head.inputs_by_outputs
     target = head.target
     if inputs and by_outputs and inputs != by_outputs:
-        same = ""
+        same = ""  # a likely cause of the contradiction
         if inputs == head.outputs:
             same = " (they are the same numbers, but the inner ones count outputs)"
         yield report(faults.IDS_DISAGREE, inputs=inputs, outputs=head.outputs, same=same)
     ids = inputs or by_outputs
     if not ids:
         yield report(faults.NO_IDS)
+        # of a target with few layers the three usual ones are not different, so engines cannot take them
         if target and len(set(usual_layers(target.layers))) < 3:
             yield report(faults.USUAL_IDS, layers=target.layers)
         return
@@ -129,13 +143,19 @@ def find_wrong_ids(head: HeadFolder) -> Iterator[FoundFault]:
 
 
 def find_wrong_vocabulary(head: HeadFolder) -> Iterator[FoundFault]:
-    """Yield the faults of the draft vocabulary: `d2t` (offsets of the draft tokens) and `t2d` (a mask of them)."""
+    """Yield the faults of the tensors that state the draft vocabulary, the tokens that a head can draft.
+
+    `d2t` [D] has an offset for each draft token, its id less its index; `t2d` [V] is a mask of them. D is the number of
+    draft tokens, V the whole vocabulary.
+    """
     entry = head.entry("d2t")
     vocab_size = head.shape["vocab_size"]
     if entry is None or entry.shape != (head.draft_vocab_size,) or entry.dtype.is_floating_point:
         return  # reported already as a missing or wrong tensor
     offsets = head.load("d2t").long()  # [D]
+    # if all tokens can be drafted, d2t is superfluous and must be zero
     if head.draft_vocab_size == vocab_size:
+        # under the name `midlayer` the head may be an export for OpenVINO, which needs d2t in any case
         yield report(faults.FULL_D2T, fatal=not head.has_block("midlayer."))
         if bool(offsets.any()):
             yield report(faults.FULL_D2T_NOT_ZERO)
@@ -153,7 +173,13 @@ def find_wrong_vocabulary(head: HeadFolder) -> Iterator[FoundFault]:
 
 
 def _find_wrong_mask(mask: Tensor, tokens: Tensor, offsets: Tensor) -> Iterator[FoundFault]:
-    """Yield a fault if the mask `t2d` [V] does not mark exactly the tokens [D] that the offsets [D] lead to."""
+    """Yield a fault if the mask `t2d` does not mark exactly the draft tokens.
+
+    Args:
+        mask: `t2d` [V], one value for each token of the vocabulary.
+        tokens: [D], the ids of the draft tokens, made from the offsets.
+        offsets: `d2t` [D], the id of each draft token less its index.
+    """
     if bool(mask[tokens].all()) and int(mask.sum()) == len(tokens):
         return
     # if `t2d` marks the offsets themselves, they are probably token ids
@@ -164,7 +190,10 @@ def _find_wrong_mask(mask: Tensor, tokens: Tensor, offsets: Tensor) -> Iterator[
 
 
 def check_draft_vocab(head: HeadFolder) -> list[str]:
-    """Refuse a draft vocabulary whose `d2t` and `t2d` cannot be right; else return notes on what is left out."""
+    """Raise ValueError at an import if `d2t` and `t2d` cannot be right; else return notes on what is left out.
+
+    `d2t` has the offset of each draft token, its id less its index; `t2d` is a mask of the draft tokens.
+    """
     vocab_size = head.shape["vocab_size"]
     if head.draft_vocab_size == vocab_size:
         if "d2t" in head.names and bool(head.load("d2t").any()):
@@ -190,20 +219,23 @@ def check_draft_vocab(head: HeadFolder) -> list[str]:
 
 
 def mark_tokens(tokens: Tensor, vocab_size: int) -> Tensor:
-    """Return a mask [V] of the tokens that can be drafted."""
+    """Return a mask [vocab_size], true at the ids `tokens`, which are those that can be drafted: the tensor `t2d`."""
     return torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, tokens, True)
 
 
 def read_draft_tokens(d2t: Tensor, vocab_size: int) -> tuple[Tensor | None, str]:
-    """Return the ids [D] of the draft tokens by their offsets, and ""; or None, and why they cannot be offsets.
+    """Return the ids [D] of the draft tokens, made from their offsets.
 
     Args:
-        d2t: [D], the offset of each draft token: its id less its index.
-        vocab_size: V.
+        d2t: [D], the offset of each draft token: its id less its index. D is the size of the draft vocabulary.
+        vocab_size: The size of the whole vocabulary.
+
+    Returns:
+        The ids and ""; or None and the reason, for the user, why `d2t` cannot hold offsets.
     """
     tokens = d2t + torch.arange(len(d2t))
-    # token ids rise at every index. Offsets are equal for two draft tokens with consecutive ids, and any draft
-    # vocabulary has such.
+    # some tools write token ids in place of offsets. Ids rise at every index. Offsets are equal for two draft tokens
+    # with consecutive ids, and any draft vocabulary of some size has such.
     rises = bool((d2t.diff() > 0).all())
     if (
         len(d2t) >= MIN_VOCAB
@@ -230,7 +262,13 @@ def read_draft_tokens(d2t: Tensor, vocab_size: int) -> tuple[Tensor | None, str]
 
 
 def make_vocab_tensor(head: HeadFolder, name: str, size: torch.Size) -> Tensor:
-    """Return one of our tensors: `d2t` as whole numbers, `t2d` made from `d2t`, and any other as the file has it."""
+    """Return one of our tensors for an import: `d2t` as int64, `t2d` made from `d2t`, any other as the file has it.
+
+    Args:
+        head: The checkpoint.
+        name: Our name of the tensor.
+        size: Its size in the head that is built, which has been compared with the file already.
+    """
     if name not in INDICES:
         return head.load(name)
     # draft token i is token i + offsets[i]
@@ -241,5 +279,5 @@ def make_vocab_tensor(head: HeadFolder, name: str, size: torch.Size) -> Tensor:
 
 
 def may_lack_mask(head: HeadFolder, name: str) -> str:
-    """Return why a tensor may be absent from the file: `t2d` follows from `d2t`."""
+    """Return why the tensor of this name may be absent from the file, "" if it may not: `t2d` follows from `d2t`."""
     return "no t2d: made from d2t" if name == "t2d" else ""

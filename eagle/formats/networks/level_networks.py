@@ -42,9 +42,10 @@ SPECULATOR = "mlp_speculator"
 
 
 def _count_levels(head: HeadFolder, levels: int | None, layers: int | None) -> Config:
-    """Return the settings `levels` and `layers` (blocks of each level), counted in the file.
+    """Return the settings `levels` and `layers` (residual blocks of each level), counted in the file.
 
-    Published configs say two heads where the file holds five, so the file decides.
+    A level drafts one token of a chain, by modules of its own; Medusa calls it a head. Published configs say two heads
+    where the file holds five, so the file decides.
 
     Args:
         head: The checkpoint.
@@ -60,7 +61,9 @@ def _count_levels(head: HeadFolder, levels: int | None, layers: int | None) -> C
 
 
 def _refuse_blocks_that_differ(tensors: Mapping[str, Tensor], first: int, engine: str) -> None:
-    """Refuse a head whose residual blocks differ: the published code runs one block of a level again and again.
+    """Raise ValueError for a head whose residual blocks differ within a level.
+
+    The published code runs one block of a level again in place of all later ones.
 
     Args:
         tensors: The head's tensors, by our names.
@@ -68,7 +71,7 @@ def _refuse_blocks_that_differ(tensors: Mapping[str, Tensor], first: int, engine
         engine: The engine's name, for the message.
     """
     for name, tensor in tensors.items():
-        # groups: level, block, weight or bias
+        # groups: the number of the level, of the block in it, and weight or bias
         block = re.fullmatch(r"blocks\.(\d+)\.(\d+)\.(weight|bias)", name)
         if block and int(block[2]) > first:
             shared = tensors[f"blocks.{block[1]}.{first}.{block[3]}"]
@@ -105,7 +108,10 @@ MEDUSA_MODELOPT = (
 
 
 def _read_medusa(head: HeadFolder) -> Config:
-    """Return a Medusa head's settings: levels and blocks by the file, and whose LM head the levels use."""
+    """Return a Medusa head's settings: levels and blocks by the file, and whose LM head the levels use.
+
+    Each level drafts one token of a chain. Its width and vocabulary are set in `head.shape`.
+    """
     keys = head.keys
     nested = keys.section("medusa")
     # three names of one key: the authors', another project's, ModelOpt's; the first that is given counts
@@ -123,11 +129,13 @@ def _read_medusa(head: HeadFolder) -> Config:
         "topk",
         "max_seq_len",
     }
+    # whether all levels use the target's LM head: by vLLM's key, or as the file has none for them
     shares = bool(keys.read("original_lm_head")) or not any(
         name.startswith("heads.") for name in head.names
     )
     scale = keys.read("logit_scale")
     draft_vocab = keys.read("truncated_vocab_size")
+    # a factor on the logits; the target's LM head brings its own
     if scale not in (None, 1.0) and not shares:
         head.problem(
             f"config.json: logit_scale is {scale}, and LM heads here have none", fatal=False
@@ -145,11 +153,15 @@ def _read_medusa(head: HeadFolder) -> Config:
 
 
 def _biases_of_blocks(head: HeadFolder) -> list[str]:
+    """Return our names of the biases of residual blocks that the file holds."""
     return [name for name in head.names if name.startswith("blocks.") and name.endswith(".bias")]
 
 
 def _may_medusa_lack(head: HeadFolder, name: str) -> str:
-    """Return why a bias may be absent, if all of them are: vLLM's heads have none unless their config says so."""
+    """Return why the tensor of our name `name` may be absent, "" if it may not.
+
+    Biases may, if all of them are absent: vLLM's heads have none unless their config says so.
+    """
     is_optional = name.endswith(".bias") and not _biases_of_blocks(head)
     return "no biases: zeros, which change nothing" if is_optional else ""
 
@@ -200,6 +212,11 @@ def write_vllm_medusa(
     """Return Medusa's heads for vLLM.
 
     It drafts the likeliest token of each level, so a scale or a cap of the target's logits makes no difference.
+
+    Args:
+        drafter: The head, bound to its target if its levels use the target's LM head, which is then copied.
+        target_config: Not read: the config has no more than the head's own sizes.
+        engine: The engine's name, for messages.
     """
     settings = drafter.settings
     shares = settings.lm_head == "target"
@@ -221,11 +238,15 @@ def write_vllm_medusa(
 
 
 def write_medusa(drafter: TrainableDrafter, target_config: TargetConfig, engine: str) -> Layout:
-    """Return Medusa's heads as their authors' code (FasterDecoding/Medusa) reads them."""
+    """Return Medusa's heads as their authors' code (FasterDecoding/Medusa) reads them.
+
+    ValueError for a target or a head that this code cannot load; `engine` is its name in the messages.
+    """
     settings = drafter.settings
     tensors = tensors_of(drafter)
     check_family(drafter, target_config, ("llama", "mistral"), engine)
-    _refuse_blocks_that_differ(tensors, 0, engine)
+    # that code runs the first block of a level in place of all
+    _refuse_blocks_that_differ(tensors, first=0, engine=engine)
     config = {
         "model_type": "medusa",  # without one the loader takes the family from words in the folder's path
         **base_config(drafter),
@@ -258,27 +279,43 @@ HYDRA_PREFIXED = {
 
 
 def _has_prefix(head: HeadFolder) -> bool:
+    """Return whether a Hydra checkpoint has a prefix layer: a Llama block that the target's states pass first."""
     return any(name.startswith(f"{PREFIX}layers.") for name in head.tensors.stored)
 
 
 def _renumber_blocks(name: str, renumber: Callable[[int], int]) -> str:
-    """Return a tensor's name with another number of its block in its level."""
+    """Return a tensor's name with another number of its residual block: `blocks.LEVEL.BLOCK.*`.
+
+    Args:
+        name: Our name of the tensor; a tensor of no residual block keeps it.
+        renumber: A function of the block's number that returns the new one.
+    """
     return re.sub(
         r"^(blocks\.\d+\.)(\d+)", lambda match: f"{match[1]}{renumber(int(match[2]))}", name
     )
 
 
 def _rename_hydra(head: HeadFolder, name: str, ours: str) -> str:
-    """Return our name. With a prefix layer Hydra's lists have a dropout before each block, so block i is 2 i + 1."""
+    """Return our name of a tensor, with the number that its residual block has here: `Network.rename`.
+
+    With a prefix layer Hydra's lists of modules have a dropout before each block, so block i has the number 2 i + 1.
+
+    Args:
+        head: The checkpoint.
+        name: The tensor's name in the file.
+        ours: Our name, with the number that its block has in the file.
+    """
+    # even numbers are dropouts, which have no tensors
     if _has_prefix(head) and re.match(r"blocks\.\d+\.\d*[13579]\.", ours):
         return _renumber_blocks(ours, lambda number: number // 2)
     return ours
 
 
 def _read_hydra(head: HeadFolder) -> Config:
-    """Return a Hydra head's settings: levels and blocks by the file, and whether it has a prefix layer.
+    """Return a Hydra head's settings: levels and residual blocks by the file, and whether it has a prefix layer.
 
-    A level reads the target's state and the tokens drafted before it. Heads of any other kind become problems.
+    A level drafts one token of a chain from the target's state and the tokens drafted before it. The prefix layer is a
+    Llama block that the target's states pass first. Heads of any other kind become problems.
     """
     keys = head.keys
     prefix = _has_prefix(head)
@@ -319,7 +356,10 @@ def _read_hydra(head: HeadFolder) -> Config:
 
 
 def _hydra_shape(head: HeadFolder) -> Any:
-    """Return the target's sizes, with the usual rope_theta: Hydra's code has it in its prefix layer for any target."""
+    """Return the config of sizes that the head is built with, with Llama's usual rope_theta: `Network.read_shape`.
+
+    The sizes are the target's. Hydra's code has this theta in its prefix layer for any target.
+    """
     shape = usual_shape(head)
     if head.settings["prefix"] and shape.rope_parameters["rope_theta"] != USUAL_THETA:
         head.note_once(f"rope_theta of the prefix layer: {USUAL_THETA:g} for every target there")
@@ -346,11 +386,15 @@ HYDRA_HEADS = Network(
 
 
 def write_hydra(drafter: TrainableDrafter, target_config: TargetConfig, engine: str) -> Layout:
-    """Return Hydra's heads as their authors' code reads them, which takes embedding and sizes from the target."""
+    """Return Hydra's heads as their authors' code reads them, which takes embedding and sizes from the target.
+
+    ValueError for a target or a head that this code cannot load; `engine` is its name in the messages.
+    """
     settings = drafter.settings
     tensors = tensors_of(drafter)
     check_family(drafter, target_config, ("llama",), engine)
-    _refuse_blocks_that_differ(tensors, 1, engine)
+    # that code runs the second block of a level in place of all later ones
+    _refuse_blocks_that_differ(tensors, first=1, engine=engine)
     # that code has its own Llama, which reads no rope_theta from a config
     theta = drafter.shape.rope_parameters["rope_theta"]
     names = HYDRA_PLAIN
@@ -400,6 +444,7 @@ def _is_tied(head: HeadFolder) -> bool:
     tied = head.keys.read("tie_weights")
     if tied is not None:
         return bool(tied)
+    # how many tensors of each kind the file holds: without ties the three numbers are equal
     counts = {
         sum(f"{module}." in name for name in head.tensors.stored)
         for module in ("emb", "proj", "head")
@@ -408,17 +453,28 @@ def _is_tied(head: HeadFolder) -> bool:
 
 
 def _rename_speculator(head: HeadFolder, name: str, ours: str) -> str:
-    """Return our name; tied levels hold the same tensor several times, which all get the name of the first of them."""
+    """Return our name of a tensor: `Network.rename`.
+
+    Levels that share a tensor may each hold a copy of it, and all copies get the name of the first of them.
+
+    Args:
+        head: The checkpoint.
+        name: The tensor's name in the file.
+        ours: Our name as MODULE.LEVEL.KIND, such as `proj.2.weight`.
+    """
     if not _is_tied(head):
         return ours
     module, level, kind = ours.split(".", 2)
-    # the first projection reads the target's state, which may be of another width
+    # the first projection reads the target's state, which may be of another width, so levels from 1 on share another
     first = 1 if module == "proj" and level != "0" else 0
     return f"{module}.{first}.{kind}"
 
 
 def _read_speculator(head: HeadFolder) -> Config:
-    """Return an MLP speculator's settings: sizes by its tensors, and by its config whether the state is scaled."""
+    """Return an MLP speculator's settings: sizes by its tensors, and by its config whether the state is scaled.
+
+    A level drafts one token of a chain. Its inner width is that of its embedding and its norm.
+    """
     keys = head.keys
     tied = _is_tied(head)
     keys.handled |= {
@@ -429,9 +485,11 @@ def _read_speculator(head: HeadFolder) -> Config:
         "inner_dim",
     }
     read_dimensions(head, "proj.0.weight", "head.0.weight")
-    n_predict = keys.read("n_predict")
+    n_predict = keys.read("n_predict")  # levels
+    # proj.0.weight is [inner width, width]
     inner_dim = head.side("proj.0.weight", 0)
     width = head.side("proj.0.weight", 1)
+    # any valid size, as a missing tensor is a problem later
     if inner_dim is None:
         inner_dim = 1
     compare_size(head, "emb_dim", keys.values.get("emb_dim"), width)
@@ -448,7 +506,7 @@ def _read_speculator(head: HeadFolder) -> Config:
     # count the file's names: only one of several tied tensors has a name of ours
     numbers = (re.search(r"(?:emb|head|ln|proj)\.(\d+)\.", name) for name in head.tensors.stored)
     levels = len({number[1] for number in numbers if number})
-    # note the defaults: nothing but the config tells the first, and only the number of tensors the second
+    # note the defaults: without the config nothing tells the first, and only the number of tensors the second
     for name, default in {"scale_input": False, "tie_weights": tied}.items():
         if keys.read(name) is None:
             head.notes.append(f"no {name}: {str(default).lower()}")
@@ -484,7 +542,7 @@ SPECULATOR_HEADS = Network(
 def write_speculator(drafter: TrainableDrafter, target_config: TargetConfig, engine: str) -> Layout:
     """Return an MLP speculator for fms-extras, with every tensor for every level, as some readers expect it.
 
-    Levels that share tensors get copies of them.
+    Levels that share tensors get copies of them. `target_config` and `engine` are not read.
     """
     settings = drafter.settings
     tensors = tensors_of(drafter)
@@ -507,10 +565,16 @@ def write_speculator(drafter: TrainableDrafter, target_config: TargetConfig, eng
 
 
 def _untie(tensors: Mapping[str, Tensor], levels: int) -> dict[str, Tensor]:
-    """Return the tensors of all levels, with a copy of each tensor that a level shares with an earlier level."""
+    """Return the tensors of all levels, with a copy of each tensor that a level shares with an earlier level.
+
+    Args:
+        tensors: The head's tensors, by our names as MODULE.LEVEL.KIND, such as `proj.0.weight`.
+        levels: The number of levels.
+    """
     untied = {}
     for name in tensors:
         module, first, kind = name.split(".")
+        # level 0 has every tensor, so each kind is met once
         if first != "0":
             continue
         nearest = tensors[name]

@@ -53,13 +53,16 @@ PLAIN_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mimo")
 
 
 def _find_numbers(head: HeadFolder, pattern: str) -> list[str]:
-    """Return the number that the pattern's group matches in each tensor's name in the file, such as a layer's."""
+    """Return what the pattern's group matches in the tensors' names in the file, such as the number of a layer.
+
+    There is one item for each tensor whose name matches, so that numbers may repeat.
+    """
     matches = (re.search(pattern, name) for name in head.tensors.stored)
     return [match[1] for match in matches if match]
 
 
 def _layer_of_head(head: HeadFolder) -> str:
-    """Return the number of the MTP layer in a model's list of layers; "none" if it cannot be told.
+    """Return the number, as text, of the MTP layer in a model's list of layers; "none" if it cannot be told.
 
     It is the layer with a projection of token and state (eh_proj), or else the only layer in the file.
     """
@@ -73,7 +76,13 @@ def _layer_of_head(head: HeadFolder) -> str:
 
 
 def _rename(head: HeadFolder, name: str, ours: str) -> str | None:
-    """Return our name; None for a tensor of another layer, as the file may hold the whole model."""
+    """Return our name of a tensor, None for one of another layer: `Network.rename`. The file may hold a whole model.
+
+    Args:
+        head: The checkpoint; its `layer_number` is set at the first call.
+        name: The tensor's name in the file.
+        ours: Our name, which fits a layer of any number.
+    """
     # looked up once, as a whole model has many tensors
     head.layer_number = head.layer_number or _layer_of_head(head)
     layer = re.match(r"(?:model\.)?layers\.(\d+)\.", name)
@@ -85,15 +94,17 @@ def _rename(head: HeadFolder, name: str, ours: str) -> str | None:
 def _read_mtp(head: HeadFolder) -> Config:
     """Return an MTP layer's setting `hidden_first`: whether its projection reads the state before the token, as MiMo's.
 
-    Whatever the layer has that heads here do not becomes a problem.
+    The projection reads the target's state and the token's embedding, concatenated in this order or the other. Whatever
+    the layer has that heads here do not becomes a problem.
     """
-    keys, block, _ = head.sections
+    keys, block, _ = head.sections  # the third has no keys of such a layer
     if "speculators_model_type" in head.config:
         head.layout = SPECULATORS
         head.notes.append(
             "it was trained to read the state before the final norm at its first step, and heads here read the one "
             "behind it, as engines do: expect less acceptance than its training says"
         )
+    # the numbers of all MTP layers in the file, by either family's names
     layers = {
         *_find_numbers(head, r"mtp_layers\.(\d+)\."),
         *_find_numbers(head, r"(\d+)\.eh_proj\.weight"),
@@ -115,6 +126,7 @@ def _read_mtp(head: HeadFolder) -> Config:
         # a count of 1 is that of the head alone, any other that of its target
         if count != 1:
             head.target_layers = count
+    # the tensors decide whether queries and keys are normed, and whether queries, keys and values have biases
     head.overrides = {
         "qk_norm": "layers.0.self_attn.q_norm.weight" in head.names,
         "qkv_bias": "layers.0.self_attn.q_proj.bias" in head.names,
@@ -148,12 +160,13 @@ class MtpLayout(NetworkLayout):
     def write(self, drafter: TrainableDrafter, target_config: TargetConfig, engine: str) -> Layout:
         """Return the head as the MTP layer of its target: the target's config, and the layer's tensors.
 
-        They include copies of the target's embedding and LM head.
+        They include copies of the target's embedding and LM head. `engine` is the layout's name, for messages.
         """
         self._check(drafter, target_config, engine)
         tensors = tensors_of(drafter)
         if drafter.settings.hidden_first != self.hidden_first:
-            # [H, 2 H]: one half reads the state and the other the token; put them in the family's order
+            # [H, 2 H] with H the width: one half of the columns reads the state and the other the token's embedding;
+            # put them in the family's order
             first, second = tensors["eh_proj.weight"].chunk(2, dim=1)
             tensors["eh_proj.weight"] = torch.cat([second, first], dim=1)
         # the family's code expects biases, and zeros change nothing
@@ -169,6 +182,7 @@ class MtpLayout(NetworkLayout):
             "torch_dtype": dtype_of(drafter),
             "tie_word_embeddings": False,
         }
+        # layers count from 0, so the MTP layer after the target's last has this number
         renamed = rename_tensors(tensors, self.names, layer=target_config.num_hidden_layers)
         return Layout({**target_config.to_dict(), **more}, renamed, self.serve)
 

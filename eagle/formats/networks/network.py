@@ -49,20 +49,26 @@ Size = tuple[int, ...]
 
 
 def keep_name(head: HeadFolder, name: str, ours: str) -> str | None:
-    """Return `ours`, the name that the spelling's table gave: the default of `Network.rename`.
+    """Return `ours` unchanged: the default of `Network.rename`.
 
     A network's own function may return another name, or None for a tensor that is not the head's.
+
+    Args:
+        head: The checkpoint.
+        name: The tensor's name in the file.
+        ours: Our name for it, as the tool's table in `Network.spellings` gives it.
     """
     return ours
 
 
 def usual_shape(head: HeadFolder) -> Any:
-    """Return the config of sizes that the head is built with: the default of `Network.read_shape`.
+    """Return the transformers config of sizes that the head is built with: the default of `Network.read_shape`.
 
     `head.shape` holds all sizes of a head with a Llama block. Heads without one (Medusa) have only width and
     vocabulary there. Nothing computes with their other sizes, which are the target's or placeholders.
     """
     width = head.shape["hidden_size"]
+    # `read_sizes` filled in all sizes of a Llama block; `overrides` are the sizes that the tensors decide
     if "rope_parameters" in head.shape:
         return head_shape(SimpleNamespace(**head.shape), **head.overrides)
     # `rope` is empty for a target whose layers differ in their rotary parameters
@@ -78,12 +84,22 @@ def usual_shape(head: HeadFolder) -> Any:
 
 
 def keep_size(name: str, size: Size) -> Size:
-    """Return the size that our tensor `name` has in the file, here the same: the default of `Network.stored_size`."""
+    """Return `size` unchanged: the default of `Network.stored_size`.
+
+    A network's own function returns another size for tensors that other tools store in another shape.
+
+    Args:
+        name: Our name of the tensor.
+        size: Its size in a head of this project.
+    """
     return size
 
 
 def lack_nothing(head: HeadFolder, name: str) -> str:
-    """Return why our tensor may be absent from the file, "" if it may not: the default of `Network.may_lack`."""
+    """Return "", as no tensor may be absent from the file: the default of `Network.may_lack`.
+
+    A network's own function returns the reason, for the user, why the tensor of our name `name` may be absent.
+    """
     return ""
 
 
@@ -93,30 +109,46 @@ def settle_nothing(
     """Decide nothing and return no notes: the default of `Network.settle`.
 
     A network's own function decides at an import what the config leaves open, changes `head.settings` accordingly
-    and returns notes on it.
+    and returns notes on it for the user.
+
+    Args:
+        head: The checkpoint.
+        taps: The layers whose inputs the head reads, if the user says so.
+        norm_output: What the config's key `norm_output` means, if the user says so.
     """
     return []
 
 
 def load_or_zeros(head: HeadFolder, name: str, size: torch.Size) -> Tensor:
-    """Return the value of one of our tensors as the file has it; zeros if the file lacks it, as it may."""
+    """Return the value of one of our tensors as the file has it: the default of `Network.make_tensor`.
+
+    If the file lacks it, it is one that `Network.may_lack` allows to be absent, such as a bias, and is zeros.
+
+    Args:
+        head: The checkpoint.
+        name: Our name of the tensor.
+        size: Its size in the head that is built.
+    """
     if name not in head.names:
         return torch.zeros(size)
     return head.load(name)
 
 
 def find_no_faults(head: HeadFolder) -> Iterator[FoundFault]:
-    """Yield nothing: the default of `Network.find_faults`, which yields settings that engines read differently."""
+    """Yield nothing: the default of `Network.find_faults`.
+
+    A network's own function yields what engines would read differently in such a checkpoint.
+    """
     yield from ()
 
 
 def describe_kind(head: HeadFolder) -> str:
-    """Return the checkpoint's method."""
+    """Return what the checkpoint was recognised as, usually its network's name: the default of `Network.describe`."""
     return head.kind
 
 
 def list_settings(head: HeadFolder) -> Config:
-    """Return what `eagle inspect` prints of the head: its settings, width and vocabulary."""
+    """Return what `eagle inspect` prints of the head, its settings and sizes: the default of `Network.list_facts`."""
     return {
         **head.settings,
         "width": head.shape["hidden_size"],
@@ -160,14 +192,22 @@ class Network:
     lists_all: bool = False
     takes_taps: bool = False  # whether the user of an import may say which layers the head reads
     takes_positions: bool = False  # whether an import takes the target's number of positions
-    # functions for what differs between networks; the defaults are above
+    # functions for what differs between networks; the docstrings of the defaults, above, say what each is for
+    # (head, name in the file, our name) -> our final name; None if the tensor is not the head's
     rename: Callable[[HeadFolder, str, str], str | None] = keep_name
+    # returns the config of sizes that the head is built with
     read_shape: Callable[[HeadFolder], Any] = usual_shape
+    # (our name, size here) -> size in the file
     stored_size: Callable[[str, Size], Size] = keep_size
+    # (head, our name) -> why the tensor may be absent from the file, "" if it may not
     may_lack: Callable[[HeadFolder, str], str] = lack_nothing
+    # (head, the user's taps, the user's meaning of `norm_output`) -> notes; changes `head.settings`
     settle: Callable[[HeadFolder, tuple[int, ...] | None, str | None], list[str]] = settle_nothing
+    # (head, our name, size here) -> the tensor's value in the imported head
     make_tensor: Callable[[HeadFolder, str, torch.Size], Tensor] = load_or_zeros
+    # yields what engines read differently
     find_faults: Callable[[HeadFolder], Iterator[FoundFault]] = find_no_faults
+    # returns what `inspect` calls the checkpoint, and what it prints of it
     describe: Callable[[HeadFolder], str] = describe_kind
     list_facts: Callable[[HeadFolder], Config] = list_settings
 
@@ -178,7 +218,12 @@ class Network:
 def match(network: Network, head: HeadFolder) -> None:
     """Fill in the head's tensor names, sizes and settings by its network's table; record all that is wrong.
 
-    Whatever prevents an import becomes an entry of `head.problems`: `inspect` lists them, `convert` raises them.
+    It changes `head` in place and returns nothing. Whatever prevents an import becomes an entry of `head.problems`:
+    `inspect` lists them, `convert` raises them.
+
+    Args:
+        network: The table of the network that the checkpoint was recognised as.
+        head: The checkpoint, as `read_folder` returns it.
     """
     head.method = network.method
     # a head of this project has our tensor names, and its config states its settings
@@ -187,7 +232,7 @@ def match(network: Network, head: HeadFolder) -> None:
         # one network may serve several methods
         head.method = head.settings["kind"]
     else:
-        copies = _name_tensors(network, head)
+        copies = _name_tensors(network, head)  # duplicates: name in the file -> our name
         if network.has_block:
             read_sizes(head)
         head.settings = network.read_settings(head)
@@ -195,13 +240,14 @@ def match(network: Network, head: HeadFolder) -> None:
     # a head here uses the target's own embedding and LM head, so copies in the file are compared with these
     for name in sorted(head.names.keys() & network.borrowed.keys()):
         may_differ = network.trains_embedding and name == EMBEDDING
-        rows = None
+        rows = None  # token ids of the rows of the target's tensor that the copy holds; None for all rows
         size = head.draft_vocab_size
         if name == OUTPUT and 0 < size < head.shape["vocab_size"]:
-            # a head with a draft vocabulary has the target's rows of these tokens alone
+            # the LM head of a head with a draft vocabulary has the target's rows of these tokens alone; `d2t` has each
+            # draft token's id less its index
             entry = head.entry("d2t")
             if entry is None or entry.shape != (size,):
-                continue  # found by `_check_tensors`
+                continue  # `_check_tensors` reports a missing or misshapen d2t
             rows, reason = read_draft_tokens(head.load("d2t").long(), head.shape["vocab_size"])
             if rows is None:
                 head.problem(reason)
@@ -212,7 +258,7 @@ def match(network: Network, head: HeadFolder) -> None:
         what = f"the head is for a target of {head.target_layers} layers, {head.target.path} has {head.target.layers}"
         head.problem(what, "Name the right target")
     _check_tensors(network, head)
-    # a key that was read twice is listed twice: report it once
+    # values of a wrong type in the config; a key that was read twice is listed twice: report it once
     for wrong in dict.fromkeys(head.keys.wrong):
         head.problem(f"config.json: {wrong}", "Correct it by the run that made the head")
 
@@ -227,6 +273,7 @@ def _name_tensors(network: Network, head: HeadFolder) -> dict[str, str]:
     """
     head.names = {}
     copies: dict[str, str] = {}
+    # why tensors are not needed, "" for unknown ones -> names in the file
     left_out: dict[str, list[str]] = {}
     for name in sorted(head.tensors.stored):
         writer, ours = _find_name(network, head, name)
@@ -253,6 +300,11 @@ def _name_tensors(network: Network, head: HeadFolder) -> dict[str, str]:
 def _find_name(network: Network, head: HeadFolder, name: str) -> tuple[str, str | None]:
     """Find which trainer's spelling the name of a checkpoint's tensor fits.
 
+    Args:
+        network: The table of the head's network.
+        head: The checkpoint.
+        name: The tensor's name in the file.
+
     Returns:
         The trainer ("" for none), and this project's name for the tensor (None if there is none).
     """
@@ -262,7 +314,8 @@ def _find_name(network: Network, head: HeadFolder, name: str) -> tuple[str, str 
         for ours, theirs in spelling.items():
             parts = match_name(_strip(network, theirs), bare)
             if parts is not None:
-                full_name = fill_name(ours, parts, {})
+                # the same numbers and endings in our pattern, which has no words in braces
+                full_name = fill_name(ours, parts, numbers={})
                 # `rename` is only for the head's own tensors, not for copies of the target's
                 if full_name in network.borrowed:
                     return writer, full_name
@@ -281,7 +334,10 @@ def _strip(network: Network, name: str) -> str:
 
 
 def _build(network: Network, head: HeadFolder) -> TrainableDrafter:
-    """Return a head of this project with the checkpoint's settings and sizes; its weights are not the checkpoint's."""
+    """Return a head of this project with the checkpoint's settings and sizes, and fresh weights.
+
+    ValueError if no head has these settings or sizes. `head` is matched, so that its settings are known.
+    """
     if head.layout == OWN:
         return build_head(head.config, str(head.path / "config.json"))
     # settings and sizes come from a file of unknown origin, so the method's own checks may refuse them
@@ -299,7 +355,10 @@ def _build(network: Network, head: HeadFolder) -> TrainableDrafter:
 
 
 def _check_tensors(network: Network, head: HeadFolder) -> None:
-    """Check that every expected tensor is present in its size and a number type, and that no other tensor is."""
+    """Check that every expected tensor is present in its size and a number type, and that no other tensor is.
+
+    Whatever is wrong is added to `head.problems`.
+    """
     if head.problems and not network.lists_all:
         # sizes that do not fit may only follow from the earlier problems, which say more
         return
@@ -319,15 +378,17 @@ def _check_tensors(network: Network, head: HeadFolder) -> None:
     for name, tensor in expected.items():
         size = tuple(tensor.shape)
         sizes[name] = size if head.layout == OWN else network.stored_size(name, size)
-    # an optional tensor may be absent
+    # an optional tensor that the built head does not have may be absent
     for name, size in sizes.items():
         if name in expected or name in head.names:
             _check_tensor(network, head, name, size)
+    # names in the file; copies of the target's tensors were compared with the target already
     unexpected = [
         head.names[name]
         for name in sorted(head.names.keys() - sizes.keys() - network.borrowed.keys())
     ]
-    # a network has biases and norms of queries and keys in every layer or in none: those left over are a part of a set
+    # a network has biases and norms of queries and keys in every layer or in none: those left over are a part of a set.
+    # With `lists_all` they are refused below, with what each is.
     partial = [
         name
         for name in unexpected
@@ -339,12 +400,15 @@ def _check_tensors(network: Network, head: HeadFolder) -> None:
 
 
 def is_plain(dtype: torch.dtype) -> bool:
-    """Return whether numbers of this type are weights: float8 has one byte and needs scales, which nothing applies."""
+    """Return whether tensors of this dtype can be read as weights: floating-point numbers of at least two bytes.
+
+    float8 has one byte and needs scales, which nothing here applies.
+    """
     return dtype.is_floating_point and dtype.itemsize >= 2
 
 
 def _check_tensor(network: Network, head: HeadFolder, name: str, size: Size) -> None:
-    """Record what is wrong with one expected tensor: it is missing, of another size, or holds no plain weights.
+    """Add to `head.problems` what is wrong with one expected tensor: it is missing, misshapen, or no plain weights.
 
     Args:
         network: The head's network.
@@ -365,6 +429,7 @@ def _check_tensor(network: Network, head: HeadFolder, name: str, size: Size) -> 
     elif entry.shape != size:
         head.problem(f"{head.names[name]} is {list(entry.shape)}, expected {list(size)}", COPY_BOTH)
     elif name in INDICES:
+        # d2t and t2d are no weights; a mask t2d is read from any type
         if name == "d2t" and entry.dtype.is_floating_point:
             head.problem(f"d2t is in {entry.dtype}, expected whole numbers", "Export again")
     # a borrowed tensor was compared already
@@ -386,11 +451,14 @@ def convert(
         taps: The layers whose inputs the head reads, if the user says so.
         norm_output: What the config's key `norm_output` means, if the user says so ("next-step" or "lm-head").
 
+    Returns:
+        The head with the checkpoint's weights, and the notes.
+
     Raises:
         ValueError: with all problems that prevent it.
     """
     _check_target_sizes(head)
-    positions = []
+    positions = []  # notes on the number of positions
     if network.takes_positions:
         positions = _take_positions(head)
     if head.problems:
@@ -412,12 +480,13 @@ def convert(
         name: network.make_tensor(head, name, tensor.shape)
         for name, tensor in drafter.state_dict().items()
     }
-    # checked only now, for `make_tensor` may add or cut tensors of the file
+    # checked only now, since `make_tensor` may add to the file's values or leave rows of them out
     for name, weight in weights.items():
         if not bool(weight.float().isfinite().all()):
             raise ValueError(
                 f"{head.names[name]} holds numbers that are not finite: take an earlier checkpoint"
             )
+    # the head's own parameters are in float32
     dtypes = {weight.dtype for weight in weights.values() if weight.is_floating_point()} - {
         torch.float32
     }
@@ -442,7 +511,10 @@ def _check_target_sizes(head: HeadFolder) -> None:
 
 
 def _take_positions(head: HeadFolder) -> list[str]:
-    """Set the head's `max_position_embeddings` to the target's where that changes no result; return notes on it."""
+    """Set `head.shape["max_position_embeddings"]` to the target's where that changes no result; return notes on it.
+
+    There is no note if nothing was changed.
+    """
     ours = head.shape["max_position_embeddings"]
     theirs = head.target.positions if head.target else None
     # rotary scalings compute with the number, the default rotary embedding does not
@@ -455,7 +527,7 @@ def _take_positions(head: HeadFolder) -> list[str]:
 
 
 def describe_problems(head: HeadFolder) -> str:
-    """Return all problems that prevent an import."""
+    """Return the message of a refused import: the checkpoint, and each of its problems on a line."""
     lines = [f"{head.path}, {head.kind}, cannot become a head of this project:"]
     for problem in head.problems:
         lines.append(f"- {problem.sentence}")
@@ -475,14 +547,23 @@ def match_name(pattern: str, name: str) -> tuple[str, ...] | None:
 
 
 def fill_name(pattern: str, parts: Iterable[str], numbers: Mapping[str, Any]) -> str:
-    """Return a pattern as a name: its `#` and `*` become these parts in order, `{layer}` becomes numbers["layer"]."""
+    """Return the name that a pattern stands for.
+
+    Args:
+        pattern: A pattern of names, such as `layers.#.*`.
+        parts: What replaces each `#` and `*`, in order, as `match_name` returns it.
+        numbers: What replaces each word in braces, such as {"layer": 32} for `{layer}`.
+    """
     rest = iter(parts)
     return re.sub(r"[#*]", lambda _: next(rest), pattern).format_map(numbers)
 
 
 @cache
 def _compile(pattern: str) -> re.Pattern[str]:
-    """Return a pattern of names as a regular expression; a word in braces, such as `{layer}`, matches any number."""
+    """Return a pattern of names as a regular expression, with a group for each `#` and `*`.
+
+    A word in braces, such as `{layer}`, matches any number and has no group.
+    """
     # `*` does not match inv_freq, a buffer of rotary embeddings that is no weight
     wildcards = {"#": r"(\d+)", "*": r"((?!.*inv_freq).+)"}
     expression = ""
@@ -494,7 +575,7 @@ def _compile(pattern: str) -> re.Pattern[str]:
 def rename_tensors(
     tensors: Mapping[str, Tensor], spelling: Spelling, **numbers: Any
 ) -> dict[str, Tensor]:
-    """Return tensors of ours under the names of another tool, for an export; a name that its spelling lacks stays.
+    """Return our tensors under the names of another tool, for an export; a name that its spelling lacks stays.
 
     Args:
         tensors: The tensors by our names.
@@ -505,7 +586,10 @@ def rename_tensors(
 
 
 def _rename(name: str, spelling: Spelling, numbers: Mapping[str, Any]) -> str:
-    """Return another tool's name for a tensor by the first pattern that matches ours, else our name."""
+    """Return another tool's name for one of our tensors: by the first pattern that matches `name`, else `name` itself.
+
+    The arguments are those of `rename_tensors`.
+    """
     for ours, theirs in spelling.items():
         parts = match_name(ours, name)
         if parts is not None:
@@ -514,5 +598,5 @@ def _rename(name: str, spelling: Spelling, numbers: Mapping[str, Any]) -> str:
 
 
 def keep_names(*names: str) -> Spelling:
-    """Return the spelling of a tool that names these tensors as this project does."""
+    """Return the spelling of a tool that names these tensors as this project does: each pattern stands for itself."""
     return dict(zip(names, names, strict=True))

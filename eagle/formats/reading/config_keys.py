@@ -45,15 +45,19 @@ def is_number(value: Any) -> bool:
 
 
 def _is_count(value: Any, minimum: int = 0) -> bool:
+    """Return whether a value is a whole number from `minimum` to MAX_SIZE, which is above any size or token id."""
+    # `type` and not isinstance, since true is an int too
     return type(value) is int and minimum <= value < MAX_SIZE
 
 
 def _is_rotary(value: Any) -> bool:
+    """Return whether a value may be one of the rotary parameters: a word, a boolean, a number or a list of numbers."""
     is_bounded = type(value) in (int, float) and abs(value) < 1e30
     return isinstance(value, str | bool) or is_bounded or _list_of(is_number)(value)
 
 
 def _list_of(is_item: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Return a check of a value: whether it is a list of no absurd length, whose items all pass `is_item`."""
     return lambda value: isinstance(value, list) and len(value) <= 1000 and all(map(is_item, value))
 
 
@@ -101,7 +105,10 @@ class Keys:
     handled: set[str] = field(default_factory=set)
 
     def read(self, name: str) -> Any:
-        """Return the value of a key, which must be in KEYS_READ; None if it is absent or of a wrong type."""
+        """Return the value of a key, which must be in KEYS_READ; None if it is absent or of a wrong type.
+
+        The key is marked as handled, and a value of a wrong type is added to `wrong`.
+        """
         self.handled.add(name)
         value = self.values.get(name)
         kind = KIND_OF[name]
@@ -111,12 +118,12 @@ class Keys:
         return None
 
     def section(self, name: str) -> Keys:
-        """Return a nested section, empty if it is absent; what is wrong in it is added to the same list."""
+        """Return a nested section by its key, empty if it is absent; what is wrong in it is added to the same list."""
         return Keys(self.read(name) or {}, f"{self.prefix}{name}.", self.wrong)
 
 
 def short(value: Any) -> str:
-    """Return a value of unknown origin for a message, shortened."""
+    """Return a value of unknown origin as text for a message, shortened."""
     # Python refuses to print integers of thousands of digits
     if isinstance(value, int) and abs(value) > 10**30:
         return "an absurd number"
@@ -137,7 +144,10 @@ def read_rope(keys: Keys, notes: list[str]) -> dict[str, Any]:
 
     Args:
         keys: The section of the config; contradictions and wrong values are added to `keys.wrong`.
-        notes: Defaults that were taken are added here.
+        notes: Notes for the user, to which the defaults that were taken are added.
+
+    Returns:
+        "rope_type", "rope_theta" and the parameters of a scaling, by their names in newer configs of transformers.
     """
     theta = keys.read("rope_theta")
     newer = keys.section("rope_parameters")
@@ -166,7 +176,7 @@ def read_rope(keys: Keys, notes: list[str]) -> dict[str, Any]:
         keys.wrong.append(
             f"rope_type is {short(rope.pop('rope_type'))}, expected one of {', '.join(ROPE_TYPES)}"
         )
-    # heads here rotate whole vectors, so this is only checked
+    # heads here rotate whole vectors, so a share of 1 is the only right one
     partial = rope.pop("partial_rotary_factor", None) or keys.read("partial_rotary_factor")
     if partial not in (None, 1, 1.0):
         keys.wrong.append(

@@ -13,7 +13,7 @@ class Fault:
 
     what: str
     fix: str
-    fatal: bool = True
+    fatal: bool = True  # whether it costs acceptance or prevents loading
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def report(
     affects: Callable[[Any], bool] | None = None,
     **values: Any,
 ) -> FoundFault:
-    """Return a fault as found in one checkpoint.
+    """Return a fault as found in one checkpoint, which `lint` shows; nothing is recorded.
 
     Args:
         fault: The fault.

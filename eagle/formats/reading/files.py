@@ -49,7 +49,12 @@ def folder_at(path: str | Path) -> Path:
 
 
 def check_empty(out: str | Path, source: Path) -> None:
-    """Refuse an output folder that is not empty, or that overlaps its source."""
+    """Raise ValueError for an output folder that is not empty, or that overlaps its source.
+
+    Args:
+        out: The folder to write, which need not be there.
+        source: The folder that is read, with all links followed.
+    """
     folder = Path(out)
     if folder.is_symlink() or (
         folder.exists() and not (folder.is_dir() and not any(folder.iterdir()))
@@ -65,7 +70,10 @@ def check_empty(out: str | Path, source: Path) -> None:
 
 
 def plain_file(folder: Path, name: str) -> Path:
-    """Return a regular file of a folder; links may lead only inside it or into the surrounding hub cache."""
+    """Return the path, with links followed, of a regular file in a folder; ValueError for anything else.
+
+    Links may lead only inside the folder or into the hub cache around it.
+    """
     if not PLAIN_NAME.fullmatch(name):
         raise ValueError(
             f"{name!r} is not the name of a file in {folder}: expected letters, digits, dots and dashes"
@@ -77,7 +85,7 @@ def plain_file(folder: Path, name: str) -> Path:
 
 
 def resolve_inside(path: Path, folder: Path) -> Path:
-    """Return a path with all links followed; ValueError if it leads out of the folder.
+    """Return a path with all links followed; ValueError if it leads out of the folder, or to nothing.
 
     If the folder is a snapshot in the hub's cache, its files are links to the cache's `blobs`, which is allowed.
     """
@@ -99,7 +107,7 @@ def resolve_inside(path: Path, folder: Path) -> Path:
 
 
 def check_links(folder: Path) -> None:
-    """Refuse a folder of which an entry is a link that leads outside."""
+    """Raise ValueError if an entry of a folder is a link that leads outside; nothing is done without such a folder."""
     if folder.is_dir():
         for path in sorted(folder.iterdir()):
             if path.is_symlink():
@@ -107,16 +115,21 @@ def check_links(folder: Path) -> None:
 
 
 def has(folder: Path, name: str) -> bool:
-    """Return whether a folder has an entry of this name, of any kind."""
+    """Return whether a folder has an entry of this name, of any kind, even a link to nothing."""
     return (folder / name).exists() or (folder / name).is_symlink()
 
 
 def check_not_hollow(path: Path, display_path: Path) -> None:
-    """Refuse sparse files: a long file without data on disk would fill memory with zeros."""
+    """Raise ValueError for a sparse file: a long file without data on the disk would fill memory with zeros.
+
+    Args:
+        path: The file, with links followed.
+        display_path: Its name for messages, before links are followed.
+    """
     status = path.stat()
     size = status.st_size
-    # st_blocks counts 512 bytes each. File systems that compress may need an eighth of the size, and 4,096 bytes may
-    # be stored without a block
+    # st_blocks counts 512 bytes each; systems without it are trusted. File systems that compress may need only an
+    # eighth of the size, and 4,096 bytes may be stored without a block.
     if getattr(status, "st_blocks", size) * 512 * 8 < size - 4096:
         raise ValueError(
             f"{display_path} says to have {size:,} bytes, and almost none are on the disk: copy it again"
@@ -138,7 +151,7 @@ def read_bounded(folder: Path, name: str, max_bytes: int) -> bytes:
 
 
 def read_start(path: Path, count: int) -> bytes:
-    """Return the first bytes of a file."""
+    """Return the first `count` bytes of a file, fewer if it is shorter; ValueError if it cannot be read."""
     try:
         with path.open("rb") as file:
             return file.read(count)
@@ -147,7 +160,7 @@ def read_start(path: Path, count: int) -> bytes:
 
 
 def read_text(folder: Path, name: str, max_bytes: int) -> str:
-    """Return the text of a file in a folder."""
+    """Return the text of a file in a folder; ValueError if it is longer than `max_bytes` or no UTF-8."""
     try:
         return read_bounded(folder, name, max_bytes).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -155,12 +168,12 @@ def read_text(folder: Path, name: str, max_bytes: int) -> str:
 
 
 def read_json(folder: Path, name: str, max_bytes: int = CONFIG_BYTES) -> dict[str, Any]:
-    """Return a file's JSON mapping; NaN, infinities and duplicate keys are refused."""
+    """Return the JSON mapping in a file of a folder; ValueError for NaN, infinities, duplicate keys and other JSON."""
     return parse_json(read_bounded(folder, name, max_bytes), str(folder / name))
 
 
 def parse_json(text: bytes, source: str) -> dict[str, Any]:
-    """Return the mapping that JSON bytes hold; NaN, infinities and duplicate keys are refused.
+    """Return the mapping that JSON bytes hold; ValueError for NaN, infinities, duplicate keys and other JSON.
 
     Args:
         text: The bytes.
@@ -181,17 +194,22 @@ def parse_json(text: bytes, source: str) -> dict[str, Any]:
 
 
 def _refuse(constant: str) -> Any:
+    """Raise ValueError for a constant such as NaN, which Python's parser of JSON would accept."""
     raise ValueError(f"{constant} is not a number")
 
 
 def _parse_float(text: str) -> float:
+    """Return a number of a JSON text as a float; ValueError if it is too large for one."""
     value = float(text)
     # Python reads 1e999 as infinity
     return value if math.isfinite(value) else _refuse(text)
 
 
 def _build_mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object as a mapping; a key that occurs twice is refused, as readers disagree which value counts."""
+    """Return the pairs of a JSON object as a mapping.
+
+    ValueError for a key that occurs twice, as readers disagree which value counts.
+    """
     mapping = dict[str, Any]()
     for name, value in pairs:
         if name in mapping:
@@ -201,7 +219,7 @@ def _build_mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _shorten(error: object) -> str:
-    """Return the first line of an error, without terminal control characters."""
+    """Return the first line of an error, which may quote a file of unknown origin, without control characters."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return "".join(letter if letter.isprintable() else "?" for letter in lines[0][:200])
 
@@ -234,7 +252,7 @@ class FolderTensors:
     files: list[Path] = field(default_factory=list)
 
     def load(self, name: str) -> Tensor:
-        """Return the values of one tensor."""
+        """Return the values of one tensor by its name in the file, on the CPU."""
         path = self.stored[name].file
         if path in self.pickled:
             return self.pickled[path][name]
@@ -264,13 +282,16 @@ def read_tensors(folder: Path, max_bytes: int | None = TENSOR_BYTES) -> FolderTe
     total = sum(entry.bytes for entry in tensors.stored.values())
     if max_bytes is not None and total > max_bytes:
         raise ValueError(
-            f"the tensors in {folder} take {total:,} bytes, expected at most {TENSOR_BYTES:,}: this is no draft head"
+            f"the tensors in {folder} take {total:,} bytes, expected at most {max_bytes:,}: this is no draft head"
         )
     return tensors
 
 
 def _read_weight_map(folder: Path) -> dict[str, str]:
-    """Return the file of each tensor by the index; without an index {"": FILE}, the one file with all tensors."""
+    """Return which file holds each tensor: its name -> a file's name, by the index.
+
+    Without an index it is {"": FILE}, where FILE holds all tensors. ValueError if the folder has no weights.
+    """
     for name in WEIGHT_FILES:
         if has(folder, name):
             return {"": name}
@@ -294,7 +315,13 @@ def _read_weight_map(folder: Path) -> dict[str, str]:
 
 
 def _add_file(tensors: FolderTensors, folder: Path, name: str) -> None:
-    """Add the entries of one weight file, after checks of the file and of the tensors' names."""
+    """Add the entries of one weight file to `tensors`, after checks of the file and of the tensors' names.
+
+    Args:
+        tensors: The tensors of the folder's earlier files; it is changed.
+        folder: The folder.
+        name: The file's name in it.
+    """
     path = plain_file(folder, name)
     display_path = folder / name
     check_not_hollow(path, display_path)
@@ -323,8 +350,10 @@ def _add_file(tensors: FolderTensors, folder: Path, name: str) -> None:
 def read_header(path: Path, display_path: Path) -> dict[str, TensorEntry]:
     """Return the tensors in the header of a safetensors file; ValueError unless they cover the file exactly.
 
+    No tensor is read.
+
     Args:
-        path: The file.
+        path: The file, with links followed.
         display_path: Its name for messages, before links are followed.
     """
     # the file: 8 bytes with the header's length, the header in JSON, the tensors
@@ -335,9 +364,10 @@ def read_header(path: Path, display_path: Path) -> dict[str, TensorEntry]:
             f"{display_path} has {size:,} bytes and a header of {length:,}: it is cut short, or no safetensors file"
         )
     header = parse_json(read_start(path, 8 + length)[8:], f"the header of {display_path}")
+    # the only key that is no tensor
     header.pop("__metadata__", None)
     entries = {}
-    spans = []
+    spans = []  # (start, stop) of each tensor in bytes, counted from the end of the header
     for name, values in header.items():
         dtype, shape, start, stop = _parse_entry(values, f"{display_path}: {name!r:.100}")
         entry = TensorEntry(dtype, shape, path)
@@ -364,11 +394,14 @@ def read_header(path: Path, display_path: Path) -> dict[str, TensorEntry]:
 
 
 def _parse_entry(entry: Any, where: str) -> tuple[torch.dtype, tuple[int, ...], int, int]:
-    """Return dtype, shape, and start and stop in bytes, of one tensor in a safetensors header.
+    """Read the entry of one tensor in a safetensors header; ValueError if it is not as the format has it.
 
     Args:
         entry: The tensor's value in the header, any JSON.
         where: The file and the tensor, for messages.
+
+    Returns:
+        Its dtype and its shape, and the bytes after the header at which it starts and stops.
     """
     try:
         dtype = entry["dtype"]
@@ -389,6 +422,7 @@ def _parse_entry(entry: Any, where: str) -> tuple[torch.dtype, tuple[int, ...], 
 
 
 def _are_counts(values: list[Any], end: int) -> bool:
+    """Return whether all values of unknown origin are whole numbers from 0 to below `end`."""
     # `type` and not isinstance, since true is an int too
     return all(type(value) is int and 0 <= value < end for value in values)
 
@@ -396,8 +430,10 @@ def _are_counts(values: list[Any], end: int) -> bool:
 def _map_pickle(path: Path, display_path: Path) -> dict[str, Tensor]:
     """Return the tensors of a .bin or .pt file, memory-mapped, without running code of its pickle.
 
+    ValueError if it holds anything but names and plain tensors that lie whole in the file.
+
     Args:
-        path: The file.
+        path: The file, with links followed.
         display_path: Its name for messages, before links are followed.
     """
     size = path.stat().st_size
@@ -428,7 +464,10 @@ def _map_pickle(path: Path, display_path: Path) -> dict[str, Tensor]:
 
 
 def _claimed_tensors(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield names and tensors as a pickle claims them, on the meta device, where they have sizes and no data."""
+    """Yield names and values as a pickle claims them; tensors are on the meta device, with sizes and no data.
+
+    ValueError if the pickle is no mapping with names.
+    """
     claimed = torch.load(path, map_location="meta", weights_only=True)
     if not isinstance(claimed, dict) or not all(isinstance(name, str) for name in claimed):
         raise ValueError(
@@ -438,10 +477,10 @@ def _claimed_tensors(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _check_uncompressed(path: Path, display_path: Path, size: int) -> None:
-    """Refuse compressed archives before reading them: a small one may hold any number of zeros.
+    """Raise ValueError for a compressed archive before it is read: a small one may hold any number of zeros.
 
     Args:
-        path: The file.
+        path: A .bin or .pt file, which torch.save writes as an uncompressed zip archive.
         display_path: Its name for messages, before links are followed.
         size: The file's size in bytes.
     """

@@ -45,6 +45,8 @@ class Inspection:
         return any(finding.fatal for finding in self.findings)
 
     def __str__(self) -> str:
+        """Return the text that `eagle inspect` prints."""
+        # the facts' names are padded to the longest
         width = max(map(len, self.facts), default=0)
         lines = [f"{self.folder}: {self.kind}"]
         lines += [f"{name:<{width}}  {value}" for name, value in self.facts.items()]
@@ -57,6 +59,8 @@ class Inspection:
 
 def inspect(folder: str | Path, target: str | None = None) -> Inspection:
     """Identify a checkpoint and list its faults; a broken one is described as far as it can be read.
+
+    No code of the folder is run.
 
     Args:
         folder: The checkpoint.
@@ -94,7 +98,12 @@ def inspect(folder: str | Path, target: str | None = None) -> Inspection:
 
 
 def _try_own(path: Path, target: str | None) -> list[Finding]:
-    """Load a head of this project, and return what prevents it as findings."""
+    """Load a head of this project, and return what prevents it as findings; none if it loads.
+
+    Args:
+        path: The head's folder.
+        target: The target that it must fit, a folder or a hub id; None for any.
+    """
     try:
         _load_own(path, target)
     # no fault of the head: inspection runs no code of its folder
@@ -108,7 +117,10 @@ def _try_own(path: Path, target: str | None) -> list[Finding]:
 def read_head(
     folder: str | Path, target: str | None = None, taps: tuple[int, ...] | None = None
 ) -> TrainableDrafter:
-    """Return the head of a checkpoint of any tool, without writing it, as `import_head` would.
+    """Return the head of a checkpoint of any tool as one of this project, without writing anything.
+
+    A key `norm_output` that may have two meanings is taken as most tools mean it: the next draft step reads the normed
+    state. `import_head` asks the user instead.
 
     Args:
         folder: The checkpoint.
@@ -122,11 +134,12 @@ def read_head(
     if head.layout == OWN:
         return _load_own(head.path, target)
     head.target = _read_target(target)
-    drafter, _ = _convert(head, network, taps, NEXT_STEP)
+    drafter, _ = _convert(head, network, taps, norm_output=NEXT_STEP)  # without its notes
     return drafter
 
 
 def _read_target(target: str | None) -> TargetFiles | None:
+    """Return what the files of a target tell, a folder or a hub id; None if no target is given."""
     return None if target is None else TargetFiles.read(target)
 
 
@@ -148,7 +161,12 @@ def _convert(
 
 
 def _load_own(path: Path, target: str | None) -> TrainableDrafter:
-    """Return a head of this project; ValueError if its files do not fit each other, or the target if one is given."""
+    """Return a head of this project; ValueError if its files do not fit each other, or the target if one is given.
+
+    Args:
+        path: The head's folder.
+        target: The target, a folder or a hub id; None for any.
+    """
     head = load_head(path)
     # a head without taps reads no states, so that any target fits
     if target is None or not head.taps:
@@ -168,7 +186,7 @@ def import_head(
     taps: tuple[int, ...] | None = None,
     norm_output: str | None = None,
 ) -> str:
-    """Write a checkpoint as a head of this project; returns notes on all that was used, left out or assumed.
+    """Write a checkpoint as a head of this project.
 
     Args:
         folder: The checkpoint.
@@ -176,6 +194,12 @@ def import_head(
         target: The target, where its embedding or sizes are not in the checkpoint: a folder or a hub id.
         taps: The layers whose inputs the head reads, where its config does not tell.
         norm_output: What reads the normed state, by the config's `norm_output`: "next-step" or "lm-head".
+
+    Returns:
+        The text that `eagle import` prints: notes on all that was used, left out or assumed.
+
+    Raises:
+        ValueError: with all that prevents the import.
     """
     with lock_path(out):
         source = folder_at(folder)
@@ -209,13 +233,17 @@ def import_head(
 
 
 def _named_target(head: HeadFolder) -> str | None:
-    """Return the target that the config names, as speculators or the authors of Medusa and Hydra write it."""
+    """Return the target that the config names, as speculators and the authors of Medusa and Hydra do; else None."""
     verifier = head.keys.section("speculators_config").section("verifier").read("name_or_path")
     return verifier or head.keys.read("base_model_name_or_path")
 
 
 def _kind_of_unreadable(path: Path) -> str:
-    """Return in words what a checkpoint is whose files could not all be read: by its config, if that can be read."""
+    """Return in words what a checkpoint is whose files could not all be read: by its config, if that can be read.
+
+    Args:
+        path: The checkpoint's folder.
+    """
     try:
         kind = kind_by_config(read_json(path, "config.json"))
     except ValueError:

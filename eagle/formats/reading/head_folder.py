@@ -57,7 +57,7 @@ class Finding:
 
     @property
     def sentence(self) -> str:
-        """The fault, the engines and the remedy."""
+        """The fault, the engines that it affects and the remedy, as one text."""
         text = self.what
         if self.engines:
             text += f" [{', '.join(self.engines)}]"
@@ -66,6 +66,7 @@ class Finding:
         return text
 
     def __str__(self) -> str:
+        """Return the line that `eagle inspect` prints."""
         severity = "FATAL" if self.fatal else "note "
         return f"{severity} {self.sentence}"
 
@@ -105,12 +106,15 @@ class HeadFolder:
 
     @property
     def sections(self) -> tuple[Keys, Keys, Keys]:
-        """All sections of the config; two of them may be the same."""
+        """The whole config, the section of its Llama block and the nested one; some of them may be one and the same."""
         return self.keys, self.block, self.nested
 
     @property
     def inputs_by_outputs(self) -> tuple[int, ...] | None:
-        """The layers that the config names by their outputs, counted by their inputs: the output of 1 is input 2."""
+        """The layers that the config names by their outputs, counted by their inputs; None if it names none so.
+
+        The output of layer 1 is the input of layer 2.
+        """
         return None if self.outputs is None else tuple(layer + 1 for layer in self.outputs)
 
     @property
@@ -120,14 +124,18 @@ class HeadFolder:
 
     @property
     def architectures(self) -> list[str]:
-        """The config's architectures, by which engines choose what to load."""
+        """The config's architectures, by which engines choose what to load; empty if it names none."""
         names = self.config.get("architectures")
         if not isinstance(names, list):
             return []
+        # cut, as a file of unknown origin may hold texts of any length, and they are shown
         return [name[:80] for name in names if isinstance(name, str)][:8]
 
     def unknown_keys(self) -> str:
-        """Return the keys of the config that nothing here reads though they have a value and may matter."""
+        """Return, as text for the user, the keys of the config that nothing here reads though they may matter.
+
+        Keys without a value are not listed.
+        """
         shown = []
         # two sections may be one mapping, which is listed once
         for section in {id(section): section for section in self.sections}.values():
@@ -143,7 +151,7 @@ class HeadFolder:
         return any(name.startswith(prefix) for name in self.names.values())
 
     def entry(self, name: str) -> TensorEntry | None:
-        """Return a tensor's entry by this project's name, if present."""
+        """Return a tensor's dtype, shape and file by this project's name; None if the file lacks it."""
         return self.tensors.stored.get(self.names.get(name, ""))
 
     def side(self, name: str, dim: int) -> int | None:
@@ -154,23 +162,29 @@ class HeadFolder:
         return entry.shape[dim]
 
     def load(self, name: str) -> Tensor:
-        """Return a tensor's values by this project's name."""
+        """Return a tensor's values, as the file has them, by this project's name; the file must hold it."""
         return self.tensors.load(self.names[name])
 
     def problem(self, what: str, fix: str = "", fatal: bool = True) -> None:
-        """Record a problem that prevents an import."""
+        """Add a problem that prevents an import to `problems`.
+
+        Args:
+            what: What is wrong.
+            fix: The remedy.
+            fatal: Whether it costs acceptance or prevents loading in engines too, and not in this project alone.
+        """
         self.problems.append(Finding(what, (), fatal, fix))
 
     def note_once(self, note: str) -> None:
-        """Record a note, once even if several tensors give reason to it."""
+        """Add a note for the user to `notes`, once even if several tensors give reason to it."""
         if note not in self.notes:
             self.notes.append(note)
 
     def refuse(self, settings: Mapping[str, bool], what: str = "head") -> None:
-        """Record a problem for each setting that no head of this project has, with its value.
+        """Add a problem for each setting that no head of this project has, with its value; not a fault of the file.
 
         Args:
-            settings: Each setting, and whether the config has it.
+            settings: Each setting, by its key in the config, and whether the config has it.
             what: What it is a setting of, for the message.
         """
         for name, is_refused in settings.items():
@@ -191,19 +205,23 @@ class HeadFolder:
 
 
 def describe_tensor(name: str) -> str:
-    """Return in words what a tensor is that no network here has, by its name; "" if unknown."""
+    """Return in words what a tensor is that no network here has; "" if unknown.
+
+    Args:
+        name: Its name as most trainers have it.
+    """
     return next(
         (meaning for pattern, meaning in FOREIGN_TENSORS.items() if re.match(pattern, name)), ""
     )
 
 
 def usual_name(name: str) -> str:
-    """Return a tensor's name as most trainers have it."""
+    """Return a tensor's name as most trainers have it: without `model.`, and EAGLE-3's block as `layers.0`."""
     return re.sub(r"^midlayer\.", "layers.0.", name.removeprefix("model."))
 
 
 def list_some(names: Iterable[str]) -> str:
-    """Return the first names of a list, and the number of the others."""
+    """Return the first four names of a list, and the number of the others, as text for a message."""
     listed = list(names)
     text = f"{', '.join(listed[:4]):.300}"
     if len(listed) > 4:
@@ -212,12 +230,13 @@ def list_some(names: Iterable[str]) -> str:
 
 
 def refuse_tensors(head: HeadFolder, names: Iterable[str]) -> None:
-    """Record a problem for tensors that no network here has, with what they are where that is known.
+    """Add to the head's problems tensors that no network here has, with what they are where that is known.
 
     Args:
         head: The checkpoint.
         names: The tensors' names in the file.
     """
+    # what such tensors are, "" if unknown -> names in the file
     by_meaning: dict[str, list[str]] = {}
     for name in names:
         by_meaning.setdefault(describe_tensor(usual_name(name)), []).append(name)
@@ -234,7 +253,7 @@ def refuse_tensors(head: HeadFolder, names: Iterable[str]) -> None:
 
 
 def compare_copies(head: HeadFolder, copies: dict[str, str]) -> None:
-    """Record a problem for duplicates that differ; equal ones are only noted as left out.
+    """Add to the head's problems duplicates of a tensor that differ; equal ones are only noted as left out.
 
     Args:
         head: The checkpoint.
@@ -248,7 +267,7 @@ def compare_copies(head: HeadFolder, copies: dict[str, str]) -> None:
                 "Keep the right one",
             )
     if copies:
-        head.notes.append(f"{list_some(copies)} are left out: they are what other levels have too")
+        head.notes.append(f"{list_some(copies)} are left out: each equals another tensor")
 
 
 def compare_borrowed(
@@ -260,12 +279,14 @@ def compare_borrowed(
 ) -> None:
     """Compare the checkpoint's copy of a target's tensor with the target's own, which a head here uses in its place.
 
+    The result becomes a note or a problem of the head; nothing is returned.
+
     Args:
         head: The checkpoint.
         name: Our name of the tensor.
         known_as: The endings of the names that targets have for it.
         may_differ: Whether such heads may train their copy: a difference is then noted, and no problem.
-        rows: The rows of the target's tensor that the copy has; None for all.
+        rows: The indices of the target's rows that the copy has, which are token ids; None for all rows.
     """
     stored = head.names[name]
     target = head.target
@@ -275,6 +296,7 @@ def compare_borrowed(
         return
     ours = head.load(name)
     theirs = target.matrix(known_as)
+    # with a token that the target lacks the shapes differ, which is reported below
     if theirs is not None and rows is not None and int(rows.max()) < len(theirs):
         theirs = theirs[rows]
     if theirs is None:
@@ -287,7 +309,7 @@ def compare_borrowed(
             "Another target?",
         )
     elif name == EMBEDDING and is_multiple(ours, theirs, target.embed_scale):
-        # engines do not multiply by the factor, so that exports hold the product
+        # engines do not multiply by the target's factor, so the copy in an export is multiplied already
         head.notes.append(
             f"{left_out}; they are equal but for the target's own factor, {target.embed_scale:g}"
         )
@@ -296,7 +318,7 @@ def compare_borrowed(
 
 
 def _compare_rows(head: HeadFolder, stored: str, differing: int, may_differ: bool) -> None:
-    """Record how many rows of the checkpoint's copy differ from the target's tensor.
+    """Record on the head, as a note or a problem, how many rows of its copy differ from the target's tensor.
 
     Args:
         head: The checkpoint.
@@ -329,7 +351,7 @@ def count_indices(head: HeadFolder, pattern: str) -> int:
 
 
 def compare_count(head: HeadFolder, expected: int | None, count: int, what: str) -> int:
-    """Return the count in the file; a problem if the config says more, a note if it says fewer.
+    """Return `count`, that of the file; add a problem to the head if the config says more, a note if it says fewer.
 
     Args:
         head: The checkpoint.
@@ -347,7 +369,14 @@ def compare_count(head: HeadFolder, expected: int | None, count: int, what: str)
 
 
 def compare_size(head: HeadFolder, key: str, expected: Any, size: int | None) -> None:
-    """Record a problem if the config states another size than the tensors have; None means that one does not tell."""
+    """Add a problem to the head if the config states another size than the tensors have.
+
+    Args:
+        head: The checkpoint.
+        key: The config's key.
+        expected: The size by the config; None if it does not tell.
+        size: The size by the tensors; None if they do not tell.
+    """
     if None not in (expected, size) and expected != size:
         head.problem(
             f"config.json: {key} is {short(expected)}, the tensors have {size}",
@@ -356,7 +385,7 @@ def compare_size(head: HeadFolder, key: str, expected: Any, size: int | None) ->
 
 
 def read_dimensions(head: HeadFolder, width_of: str, rows_of: str) -> None:
-    """Set the width and the vocabulary of a head without a Llama block: by its tensors, its config, or the target.
+    """Set width and vocabulary in `head.shape` for a head without a Llama block: by its tensors, config or target.
 
     Args:
         head: The checkpoint.
@@ -375,12 +404,16 @@ def read_dimensions(head: HeadFolder, width_of: str, rows_of: str) -> None:
         if not size:
             what = f"no {key} in config.json, and no tensor tells it"
             head.problem(what, "Name the target with --target", fatal=False)
+        # any valid size, as the problem prevents an import
         head.shape[key] = size or 1
 
 
 def read_sizes(head: HeadFolder) -> None:
-    """Set `head.shape`, the sizes of a head with a Llama block, by its config, its tensors or Llama's defaults."""
-    block = head.block
+    """Set `head.shape`, the sizes of a head with a Llama block, by its config, its tensors or Llama's defaults.
+
+    Defaults are noted, and sizes that nothing tells become problems.
+    """
+    block = head.block  # the section of the config with the block's sizes
     width = _read_size(head, "hidden_size", "fc.weight")
     heads = block.read("num_attention_heads")
     if heads is None:
@@ -390,13 +423,16 @@ def read_sizes(head: HeadFolder) -> None:
     head.shape = {
         "hidden_size": width,
         "intermediate_size": _read_size(head, "intermediate_size", "layers.0.mlp.gate_proj.weight"),
+        # 1 is any valid number, as the problem prevents an import
         "num_attention_heads": heads or 1,
+        # the embedding and the mask t2d have a row for each token
         "vocab_size": _read_size(
             head, "vocab_size", EMBEDDING if EMBEDDING in head.names else "t2d"
         ),
         "rope_parameters": read_rope(block, head.notes),
     }
-    # false rotates pairs of neighbouring elements; heads here rotate the first half of a vector with the second
+    # rotary positions: with false, pairs of neighbouring elements are rotated; heads here rotate the first half of a
+    # vector with the second
     interleaved = {}
     for name in ("is_neox_style", "rope_is_neox_style"):
         interleaved[name] = False in (head.keys.read(name), block.read(name))
@@ -444,7 +480,7 @@ def _read_size(head: HeadFolder, name: str, tensor: str) -> int:
 
 
 def read_own(head: HeadFolder) -> None:
-    """Set names, sizes and settings of a head of this project, whose config states them under our names."""
+    """Set `names`, `shape`, `settings` and taps of a head of this project, whose config states them under our names."""
     head.names = {name: name for name in head.tensors.stored}
     read_sizes(head)
     head.settings = dict(head.config["settings"])
@@ -452,6 +488,7 @@ def read_own(head: HeadFolder) -> None:
     taps = head.settings.get("taps")
     if isinstance(taps, list) and all(type(tap) is int for tap in taps):
         head.inputs = tuple(taps)
+    # a head without the setting reads one state of the target
     head.tap_count = len(head.inputs or (1,))
     # `load_head` checks every key of these sections: none counts as unknown here
     for section in (head.nested, head.block):

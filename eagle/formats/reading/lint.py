@@ -18,7 +18,7 @@ from eagle.recipe import TargetSection
 
 
 def check_network(head: HeadFolder, network: Network) -> Iterator[FoundFault]:
-    """Check what engines read differently in heads of this network, and the draft vocabulary.
+    """Yield what engines read differently in heads of this network, and faults of the draft vocabulary.
 
     No engine reads a head in this project's own layout, so the first does not concern it.
     """
@@ -28,9 +28,10 @@ def check_network(head: HeadFolder, network: Network) -> Iterator[FoundFault]:
 
 
 def check_rotary(head: HeadFolder, network: Network) -> Iterator[FoundFault]:
-    """Check the rotary parameters: how the config states them, and whether they are the target's."""
+    """Yield faults of the rotary parameters: how the config states them, and where they are not the target's."""
     rope = head.shape.get("rope_parameters")
     has_attention = any(".self_attn." in name for name in head.names)
+    # no head without attention uses them, and in some networks the config's parameters are not the head's
     if rope is None or not has_attention or not (network.rotates or head.layout == OWN):
         return
     theta = rope["rope_theta"]
@@ -46,6 +47,7 @@ def check_rotary(head: HeadFolder, network: Network) -> Iterator[FoundFault]:
             reason = "; some trainers do that on purpose" if is_usual else ""
             values = {"theta": theta, "theirs": theirs["rope_theta"], "why": reason}
             yield report(faults.OTHER_THETA, fatal=not is_usual, **values)
+        # the other parameters, without theta, which was compared
         if {**rope, "rope_theta": 0} != {**theirs, "rope_theta": 0}:
             yield report(faults.OTHER_SCALING, kind=kind, theirs=theirs["rope_type"])
     if kind != "default" and head.layout == MODELOPT:
@@ -53,7 +55,10 @@ def check_rotary(head: HeadFolder, network: Network) -> Iterator[FoundFault]:
 
 
 def check_config(head: HeadFolder, network: Network) -> Iterator[FoundFault]:
-    """Check the dtype that the config states against the tensors', and list keys that nothing here knows."""
+    """Yield a fault if the config states another dtype than the tensors have, and one for keys that nothing here knows.
+
+    `network` is not read: all checks have the same arguments.
+    """
     block = head.block.values
     config = head.config
     # older configs say torch_dtype, newer ones dtype, in either section
@@ -76,16 +81,20 @@ def check_config(head: HeadFolder, network: Network) -> Iterator[FoundFault]:
 
 
 def _list_dtypes(entries: list[TensorEntry]) -> list[str]:
+    """Return the floating-point dtypes among tensors, sorted, as configs name them: such as "bfloat16"."""
     dtypes = {str(entry.dtype) for entry in entries if entry.dtype.is_floating_point}
     return sorted(dtype.removeprefix("torch.") for dtype in dtypes)
 
 
 def check_numbers(head: HeadFolder, network: Network) -> Iterator[FoundFault]:
-    """Check for tensors that are all zeros or not finite."""
+    """Yield a fault for each tensor that is all zeros or not finite.
+
+    `network` is not read: all checks have the same arguments.
+    """
     # our names by those in the file
     ours = {stored: name for name, stored in head.names.items()}
     for stored, entry in head.tensors.stored.items():
-        # tensors of the target, which some files hold beside the head's
+        # some files hold tensors of the target beside the head's; inv_freq follows from the rotary parameters
         is_of_target = stored.startswith("model.") and stored not in ours
         if not entry.dtype.is_floating_point or is_of_target or stored.endswith("inv_freq"):
             continue
@@ -101,7 +110,10 @@ def check_numbers(head: HeadFolder, network: Network) -> Iterator[FoundFault]:
 
 
 def check_target(head: HeadFolder, network: Network) -> Iterator[FoundFault]:
-    """Check the head's sizes and its embedding against the target, if there is one."""
+    """Yield faults of the head's sizes and its embedding as compared with the target, if there is one.
+
+    `network` is not read: all checks have the same arguments.
+    """
     if head.target is None:
         return
     # `convert` raises the same, which `inspect` never reaches
@@ -112,6 +124,7 @@ def check_target(head: HeadFolder, network: Network) -> Iterator[FoundFault]:
         if head.shape[name] != theirs:
             yield report(faults.OTHER_SIZE, name=name, size=head.shape[name], theirs=theirs)
     embedding = head.entry(EMBEDDING)
+    # `match` has counted the rows of the head's embedding that are not the target's
     if head.differing_rows and embedding:
         name = head.names[EMBEDDING]
         yield report(
@@ -120,7 +133,10 @@ def check_target(head: HeadFolder, network: Network) -> Iterator[FoundFault]:
 
 
 def check_origin(head: HeadFolder, network: Network) -> Iterator[FoundFault]:
-    """Check whether the head was trained on this target, by the checksums that its provenance.json records."""
+    """Yield a fault if the head was trained on another target, by the checksums that its provenance.json records.
+
+    `network` is not read: all checks have the same arguments.
+    """
     if head.target is None or not has(head.path, "provenance.json"):
         return
     try:
@@ -128,6 +144,7 @@ def check_origin(head: HeadFolder, network: Network) -> Iterator[FoundFault]:
     except ValueError as error:
         yield report(faults.TORN_PROVENANCE, error=error)
         return
+    # a head of another tool, or an imported one, does not record its target
     if not isinstance(made_for, dict):
         return
     # the checksums of the target's files, computed as training computes them
@@ -140,12 +157,16 @@ def check_origin(head: HeadFolder, network: Network) -> Iterator[FoundFault]:
 
 
 def check_masked(head: HeadFolder, network: Network) -> Iterator[FoundFault]:
-    """Check the taps, and the mask token of a head that drafts several tokens in one forward."""
+    """Yield faults of the taps, the layers that the head reads, and of its mask token.
+
+    A head that drafts several tokens in one forward reads the mask token where a token is not known yet. `network` is
+    not read: all checks have the same arguments.
+    """
     taps = head.settings.get("taps")
     token = head.settings.get("mask_token")
     if taps and list(taps) != sorted(taps):
         yield report(faults.TAPS_UNSORTED, ids=list(taps))
-    # the vocabulary's last token, the default, occurs in no sequence
+    # the mask should occur in no sequence; the vocabulary's last token, the default, is taken not to
     if token is not None and head.target and token < head.target.vocab_size - 1:
         ordinary = head.target.ordinary_tokens()
         if token in ordinary:
@@ -164,7 +185,12 @@ CHECKS = (
 
 
 def lint(head: HeadFolder, network: Network | None) -> list[Finding]:
-    """Return all faults of a checkpoint, worst first, including those that prevent an import."""
+    """Return all faults of a checkpoint, fatal ones first, including those that prevent an import.
+
+    Args:
+        head: The checkpoint, after `match`.
+        network: Its network; None if it was not recognised, so that only its problems are known.
+    """
     findings = list(head.problems)
     if network is not None and head.shape:
         for check in CHECKS:
@@ -179,8 +205,8 @@ def lint(head: HeadFolder, network: Network | None) -> list[Finding]:
 
 
 def describe_fault(found: FoundFault) -> Finding:
-    """Return a fault as `inspect` shows it, with the engines that it affects."""
-    # picked by their layouts, or by their lists of faults
+    """Return a fault as `inspect` shows it, with the engines that it affects and its text filled in."""
+    # engines are picked by their layouts, or by their lists of faults
     if found.affects:
         engines = _name_engines(found.affects)
     else:
@@ -196,5 +222,5 @@ def describe_fault(found: FoundFault) -> Finding:
 
 
 def _name_engines(affects: Callable[[Any], bool]) -> tuple[str, ...]:
-    """Return the engines that have a layout for which this function is true."""
+    """Return the titles of the engines with a layout, of any network, for which the function `affects` is true."""
     return tuple(engine.title for engine in SERVERS if any(map(affects, engine.networks.values())))

@@ -44,6 +44,8 @@ LANGUAGE_MODEL = re.compile(r"(ForCausalLM|LMHeadModel|ForConditionalGeneration)
 def read_folder(path: Path) -> tuple[HeadFolder, Network | None]:
     """Read and recognise a folder with config.json and weights.
 
+    Tensors are read by the headers of their files alone.
+
     Returns:
         The checkpoint and its network. If no network here describes it, the second is None and the reason is among
         the checkpoint's problems. ValueError if one of the files cannot be read.
@@ -61,7 +63,7 @@ def read_folder(path: Path) -> tuple[HeadFolder, Network | None]:
         block=keys.section(block_key) if block_key in config else keys,
         nested=keys.section("settings" if is_own else "eagle_config"),
     )
-    # until a network is recognised, whose spellings decide
+    # names for recognition; `match` replaces them by those of the network's table
     for name in head.tensors.stored:
         head.names[usual_name(name)] = name
     network = _recognise_own(head) if is_own else _recognise_foreign(head)
@@ -69,7 +71,10 @@ def read_folder(path: Path) -> tuple[HeadFolder, Network | None]:
 
 
 def _recognise_own(head: HeadFolder) -> Network | None:
-    """Return the network of a head of this project, by the method in its settings; None and a problem without one."""
+    """Return the network of a head of this project, by the method in its settings.
+
+    None, and a problem of the head, for a method of this project whose network no other tool has.
+    """
     head.layout = OWN
     method = head.config["settings"].get("kind")
     head.kind = f"a {short(method)} of this project".replace("'", "")
@@ -81,7 +86,10 @@ def _recognise_own(head: HeadFolder) -> Network | None:
 
 
 def _recognise_foreign(head: HeadFolder) -> Network | None:
-    """Return the network of another tool's checkpoint, by its tensors and its config; None and a problem if unknown."""
+    """Return the network of another tool's checkpoint, by its tensors and its config; `head.kind` is set.
+
+    None, and a problem of the head, if it is of no known network.
+    """
     head.kind, advice = kind_by_tensors(head.names, head.config)
     # EAGLE-1 and EAGLE-3 share the names of most tensors
     if not head.kind and any(name.startswith("layers.0.") for name in head.names):
@@ -95,6 +103,7 @@ def _recognise_foreign(head: HeadFolder) -> Network | None:
 
 
 def _refuse_kind(head: HeadFolder, advice: str) -> None:
+    """Add to the head's problems that it is no head of a known network, with what it is and advice on it."""
     head.problem(f"this is no head of EAGLE's: {head.kind}; {_describe(head)}", advice, fatal=False)
 
 
@@ -106,7 +115,7 @@ def kind_by_tensors(names: Iterable[str], config: dict[str, Any]) -> tuple[str, 
 
     Args:
         names: The tensors' names, as most trainers have them.
-        config: The config.
+        config: The contents of config.json, of unknown origin.
     """
     names = list(names)
     words = _read_words(config)
@@ -116,7 +125,7 @@ def kind_by_tensors(names: Iterable[str], config: dict[str, Any]) -> tuple[str, 
             network, words, config
         ):
             return network.name, ""
-    # an EAGLE head has one layer under a language model's names
+    # an EAGLE head has one layer under a language model's names, so it is excluded first
     if not _is_eagle(names, words, config):
         kind, advice = _kind_of_model(names, config)
         if kind:
@@ -128,12 +137,16 @@ def kind_by_tensors(names: Iterable[str], config: dict[str, Any]) -> tuple[str, 
 
 
 def _kind_of_model(names: list[str], config: dict[str, Any]) -> tuple[str, str]:
-    """Return what a checkpoint is that may be a language model or a part of one, and advice on it, else ("", "")."""
+    """Return in words what a checkpoint is that may be a language model or a part of one, and advice on it.
+
+    Both are "" if it is neither. The arguments are those of `kind_by_tensors`.
+    """
     # an MTP layer may be stored among all layers of its model, and only the layer is read then
     if any(MTP_PROJECTION.match(name) for name in names):
         return MTP_HEADS.name, ""
     matches = (LAYER_NUMBER.search(name) for name in names)
-    layers = {match[1] for match in matches if match}
+    layers = {match[1] for match in matches if match}  # the numbers of its layers
+    # whether a tensor of an MTP layer, which predicts further tokens beside a model's own, is among them
     has_mtp = any(re.match(MTP_HEADS.tensors, name) for name in names)
     if len(layers) > 1 or (not has_mtp and _is_whole_model(set(names))):
         facts = [_architecture(config), f"{len(layers)} layers here"]
@@ -154,7 +167,7 @@ def kind_by_config(config: dict[str, Any]) -> str:
             return network.name
     layers = config.get("num_hidden_layers")
     architecture = _architecture(config)
-    # a head has one layer, so several are a language model's
+    # most heads have one layer, so several are a language model's
     is_deep = isinstance(layers, int) and layers > 1
     if is_deep and LANGUAGE_MODEL.search(architecture) and not _is_eagle([], words, config):
         return f"a causal language model ({architecture})"
@@ -162,13 +175,20 @@ def kind_by_config(config: dict[str, Any]) -> str:
 
 
 def _is_named(network: Network, words: list[str], config: dict[str, Any]) -> bool:
+    """Return whether a config names a network, by a word of `_read_words` or by a key that no other network has."""
     return any(re.search(network.type_words, word) for word in words) or any(
         key in config for key in network.config_keys
     )
 
 
 def _is_eagle(names: list[str], words: list[str], config: dict[str, Any]) -> bool:
-    """Return whether a key, a word of the config or a tensor belongs to an EAGLE head, which may be incomplete."""
+    """Return whether a key, a word of the config or a tensor belongs to an EAGLE head, which may be incomplete.
+
+    Args:
+        names: The tensors' names, as most trainers have them.
+        words: The words of the config that may name a network, in lower case.
+        config: The config.
+    """
     keys = {"draft_vocab_size", "eagle_config", "speculators_config"} & config.keys()
     return (
         bool(keys)
@@ -178,7 +198,7 @@ def _is_eagle(names: list[str], words: list[str], config: dict[str, Any]) -> boo
 
 
 def _is_whole_model(names: set[str]) -> bool:
-    """Return whether the tensors are a whole model of one layer: no head has all of these norms and matrices."""
+    """Return whether tensors of these names are a whole model of one layer: no head has all of them."""
     has_output = bool(names & {"norm.weight", "lm_head.weight"})
     return has_output and {"layers.0.input_layernorm.weight", "embed_tokens.weight"} <= names
 
@@ -209,17 +229,17 @@ def _architecture(config: dict[str, Any]) -> str:
 
 
 def _is_fused(head: HeadFolder) -> bool:
-    """Return whether an EAGLE head is an EAGLE-3 head: one sign is enough."""
+    """Return whether an EAGLE head is an EAGLE-3 head and no EAGLE-1 head: one sign is enough."""
     words = f"{head.architectures[:1]} {head.config.get('speculators_model_type')}".lower()
     is_named = head.has_block("midlayer.") or "draft_vocab_size" in head.config or "eagle3" in words
-    # its attention reads embedding and state concatenated: q_proj is [..., 2 H]
+    # its attention reads embedding and state concatenated: q_proj is [..., 2 x width]
     width = head.config.get("hidden_size")
     is_wide = type(width) is int and head.side("layers.0.self_attn.q_proj.weight", 1) == 2 * width
     return bool(FUSED_TENSORS & head.names.keys()) or is_named or is_wide
 
 
 def _describe(head: HeadFolder) -> str:
-    """Return the keys and tensors by which a user may identify a checkpoint that is not known here."""
+    """Return, as text, the keys and tensors by which a user may identify a checkpoint that is not known here."""
     keys = (
         "architectures",
         "speculators_model_type",

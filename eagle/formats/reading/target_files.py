@@ -36,7 +36,10 @@ class TargetFiles:
 
     @classmethod
     def read(cls, path: str) -> TargetFiles:
-        """Read the target's files in a folder, or on the hub."""
+        """Read the config and the headers of the weight files of a target in a folder, or on the hub.
+
+        ValueError if the config does not tell the target's sizes.
+        """
         folder = folder_at(folder_of(path, None, ("*.safetensors", "*.bin", "*.json")))
         config = read_json(folder, "config.json")
         tensors = read_tensors(folder, max_bytes=None)
@@ -51,7 +54,7 @@ class TargetFiles:
                 f"the config.json of {path} does not tell layers, width and vocabulary: is it the target's?"
             )
         tied = keys.read("tie_word_embeddings")
-        rope = read_rope(keys, [])
+        rope = read_rope(keys, notes=[])  # notes on defaults are for heads alone
         # a target whose kinds of layers have different rotary parameters nests one mapping for each, a wrong value here
         if keys.wrong:
             rope = {}
@@ -77,7 +80,7 @@ class TargetFiles:
         return float(self.config.get("embedding_multiplier") or usual)
 
     def ordinary_tokens(self) -> dict[int, str]:
-        """Return the ordinary tokens and their spellings, without special ones; empty without a tokenizer.json.
+        """Return the ordinary tokens, id -> spelling, without special ones; empty without a tokenizer.json.
 
         The check of a head's mask token needs them: an ordinary token is an unlikely mask.
         """
@@ -92,12 +95,13 @@ class TargetFiles:
             return {}
 
     def matrix(self, names: tuple[str, ...]) -> Tensor | None:
-        """Return the target's embedding or LM head [V, H]; None if not exactly one tensor's name ends so.
+        """Return the target's embedding or LM head, [vocabulary, width]; None if not exactly one tensor's name ends so.
 
         Args:
             names: EMBEDDINGS or LM_HEADS, the endings of names in any family of models.
         """
         matching = [name for name in self.tensors.stored if name.endswith(names)]
+        # files of a target whose LM head is its embedding hold it once
         if not matching and names is LM_HEADS and self.tied:
             return self.matrix(EMBEDDINGS)
         if len(matching) != 1:
@@ -106,7 +110,11 @@ class TargetFiles:
 
 
 def embedding_dtype(path: str) -> torch.dtype:
-    """Return the dtype of the embedding in a target's files; float32, which rounds nothing, if it is not clear."""
+    """Return the dtype of the embedding in a target's files; float32, which rounds nothing, if it is not clear.
+
+    Args:
+        path: The target, a folder or a hub id.
+    """
     try:
         folder = folder_at(folder_of(path, None, ("*.safetensors", "*.json")))
         # this reads the headers of the files and no tensor
@@ -114,19 +122,32 @@ def embedding_dtype(path: str) -> torch.dtype:
     except (OSError, ValueError):  # whoever loads the target says what is wrong with it
         return torch.float32
     dtypes = {entry.dtype for name, entry in stored.items() if name.endswith(EMBEDDINGS)}
+    # one embedding, in half precision
     if len(dtypes) == 1 and dtypes <= {torch.bfloat16, torch.float16}:
         return dtypes.pop()
     return torch.float32
 
 
 def count_differing_rows(ours: Tensor, theirs: Tensor) -> int:
-    """Return how many rows of two matrices [V, H] differ after both are rounded to the coarser of their dtypes."""
+    """Return how many rows of two matrices of one shape differ after both are rounded to the coarser of their dtypes.
+
+    Args:
+        ours: A head's embedding or LM head, [vocabulary, width].
+        theirs: The target's.
+    """
     coarser = max(ours.dtype, theirs.dtype, key=lambda dtype: torch.finfo(dtype).eps)
     return int((ours.to(coarser) != theirs.to(coarser)).any(1).sum())
 
 
 def is_multiple(ours: Tensor, theirs: Tensor, factor: float) -> bool:
-    """Return whether our rows are a target's times a factor; it and the products may be rounded to bfloat16."""
+    """Return whether a head's embedding is the target's times a factor, up to rounding; False for a factor of 1.
+
+    Args:
+        ours: The head's embedding, [vocabulary, width].
+        theirs: The target's.
+        factor: The factor on its embedding that the target computes with.
+    """
+    # the factor and the products may have been rounded to bfloat16
     # a rounding to bfloat16 changes a number by up to 2**-8 of it, so two by 2**-7
     return factor != 1.0 and torch.allclose(
         ours.float(), theirs.float() * factor, rtol=2**-7, atol=0.0

@@ -37,22 +37,24 @@ class QueryChunk(NamedTuple):
     some.
     """
 
-    sequences: slice
-    queries: slice
-    start: int
+    sequences: slice  # indices of the B sequences of the chunk
+    queries: slice  # indices of its N queries
+    start: int  # these two are indices of keys
     stop: int
     # [B, N, stop - start], whether a query reads a key in blocks; None if start == stop
     in_blocks: Tensor | None
-    # [B, N, J], whether a query reads a block before `stop` not at all; None if all queries read all blocks
+    # [B, N, J], whether a query does not read each of J blocks before `stop`; None if all queries read all blocks
     is_unread: Tensor | None
 
     def hide_duplicates(self, scores: Tensor, logs: Tensor) -> None:
         """Let each query read each key only once, in a block or by its own score, by hiding the other in place.
 
         Args:
-            scores: [B, K, G, N, T], of the T keys from `start` on.
-            logs: [B, K, G, N, J], the logarithm of each block's sum of exp(score).
+            scores: [B, K, G, N, T], of N queries of G heads for each of K key/value heads, and the T keys from `start`
+                on.
+            logs: [B, K, G, N, J], the logarithm of the sum of exp(score) of each of J blocks.
         """
+        # None: all queries read the same keys in blocks
         if self.in_blocks is not None and self.is_unread is not None:
             scores[..., : self.stop - self.start].masked_fill_(
                 self.in_blocks[:, None, None],
@@ -68,7 +70,8 @@ class Blocks:
         """Take a forward's blocks.
 
         Args:
-            ends: [B, N], a multiple of BLOCK for each query, which reads the keys before it in blocks.
+            ends: [B, N], for N queries of B sequences an index of a key, a multiple of BLOCK: the query reads the keys
+                before it in blocks.
             length: S, the number of cached and new keys.
         """
         self.ends, self.length = ends, length
@@ -78,10 +81,11 @@ class Blocks:
         """Return whether a layer can read blocks: its shapes are the forward's, and the kernel keeps bits for them.
 
         Args:
-            query: [B, H, N, D].
-            key: [B, K, S, D].
+            query: [B, H, N, D], of N new tokens of B sequences, for H heads of width D.
+            key: [B, K, S, D], of S cached and new tokens, for K key/value heads.
             value: [B, K, S, D'].
         """
+        # else the layer attends to other keys than the forward's columns, as to pooled ones
         is_forward = (len(query), query.shape[2]) == self.ends.shape and key.shape[2] == self.length
         return is_forward and key.shape == value.shape and keeps_bits(query.dtype, query.shape[-1])
 
@@ -92,17 +96,20 @@ class Blocks:
 
         Args:
             groups: G, the number of query heads of each key/value head.
-            mask: bool or additive, [B, 1, N or more, S], or [1, 1, 1, 1] if it hides none of these keys.
+            mask: bool or additive, [B, 1, N or more, S], or [1, 1, 1, 1] if it hides none of these keys. B are
+                sequences, N queries, and S keys.
         """
         # the queries of a group are rows of the same call
         at_once = max(1, MAX_ROWS // groups)
         if mask.shape[-1] > 1:
+            # [B, N, keys that some query reads in blocks]
             visible = mask[:, 0, : self.ends.shape[1], : int(self.ends.max())]
             if mask.dtype != torch.bool:
                 visible = visible == 0
             # a window or a chunk hides the first keys, and the indexer of a sparse layer may hide any key
             is_later = torch.arange(visible.shape[-1]) >= self.ends[..., None]
             sees_all = (visible | is_later).all(-1)
+            # other blocks than the forward's, for this layer alone: an end of 0 is no block
             if not bool(sees_all.all()):
                 return [*Blocks(self.ends * sees_all, self.length)._make_chunks(at_once)]
         if groups not in self.chunks:
@@ -151,19 +158,20 @@ def reading_blocks(
 
     Args:
         starts: the number of committed columns of each sequence.
-        positions: [B, R], of the uncommitted tokens after them.
-        count: N, the last of them, which the forward reads.
+        positions: [B, R], of the R uncommitted tokens after them, of B sequences.
+        count: N, the number of the last of them, which the forward reads.
         is_chain: whether the uncommitted tokens are a chain, and not a tree.
     """
     new = positions.shape[1]
-    queries = positions[:, -count:]
+    queries = positions[:, -count:]  # [B, N]
     # column c holds the token of position c only before these columns; the uncommitted columns of a tree do not
     in_order = torch.tensor(starts)[:, None]
     if is_chain:
         in_order = in_order + torch.arange(new - count, new)
-    # rounded down to whole blocks
+    # [B, N], rounded down to whole blocks, at least LAG positions before the query
     ends = torch.minimum(queries - LAG, in_order).clamp_min(0) // BLOCK * BLOCK
     ends = ends.masked_fill(queries < FIRST, 0)
+    # None: every query is too near the beginning
     blocks = Blocks(ends, max(starts) + new) if bool(ends.any()) else None
     token = BLOCKS.set(blocks)
     try:
@@ -182,14 +190,15 @@ def read_blocks(
     """Attend to each block of keys alone; `_attend` in `invariant.py` combines the blocks.
 
     Args:
-        rows: [B * K, R, D], R queries of each key/value head.
-        key: [B, K, S, D].
+        rows: [B * K, R, D], R queries of width D for each of K key/value heads of B sequences.
+        key: [B, K, S, D], of S tokens.
         value: [B, K, S, D].
-        end: the keys before it are read; a multiple of BLOCK.
+        end: the keys before this index are read; a multiple of BLOCK.
         scale: of the products.
 
     Returns:
-        Outputs [B * K, R, J, D], and the logarithms [B * K, R, J] of the sums of exp(score), in fp32.
+        Outputs [B * K, R, J, D] of J = end / BLOCK blocks, and the logarithms [B * K, R, J] of the sums of exp(score),
+        in fp32.
     """
     count = rows.shape[1]
     # [B * K, J, BLOCK, D]: the kernel takes the J blocks of a key/value head for heads
@@ -219,6 +228,7 @@ def keeps_bits(dtype: torch.dtype, width: int) -> bool:
     length = 2 * BLOCK
     scale = width**-0.5
     rows = torch.randn(1, MAX_ROWS, width, generator=generator).to(dtype)
+    # [1, 1, length, width] each, of one head
     key, value = torch.randn(2, 1, 1, length, width, generator=generator).to(dtype)
     try:
         expected = read_blocks(rows, key, value, length, scale=scale)
@@ -227,6 +237,7 @@ def keeps_bits(dtype: torch.dtype, width: int) -> bool:
             last = [tensor[:, -count:] for tensor in expected]
             if not all(map(torch.equal, got, last)):
                 return False
+    # this torch has no such kernel for the dtype or width
     except (RuntimeError, NotImplementedError):
         return False
     return True

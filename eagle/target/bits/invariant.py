@@ -58,8 +58,13 @@ def invariant_attention(
 ) -> tuple[Tensor, None]:
     """Scaled dot-product attention, softmax(q k^T * scaling + mask) v, whose bits do not depend on the order of sums.
 
-    Sums are in fp64, or on a CPU for earlier keys in blocks of fixed size, which cost less.
+    Sums are in fp64, or on a CPU for earlier keys in blocks of fixed size, which cost less. There are B sequences, N
+    new tokens, S cached and new keys, H query heads, K key/value heads, and G = H / K query heads for each of these.
+
+    Returns:
+        The output [B, N, H, D'], and None for attention weights.
     """
+    # indices choose keys that the mask does not hide
     chosen = [name for name in CHOOSING if options.get(name) is not None]
     if chosen:
         raise ValueError(
@@ -68,9 +73,9 @@ def invariant_attention(
     sequences, heads, count, width = query.shape
     _, key_heads, length, _ = key.shape
     groups = heads // key_heads
-    # `Masks` passes a mask of one column for one new token or a causal prompt
+    # `Masks` passes a mask of one column for one new token or a causal prompt; a single key needs none
     is_causal = attention_mask is not None and attention_mask.shape[-1] == 1 and length > 1
-    # added to the scores: mask and bias
+    # added to the scores [B, K, G, N, S]: mask and bias
     terms = []
     if attention_mask is not None and not is_causal:
         terms.append(_expand_mask(attention_mask, count, groups))
@@ -86,7 +91,7 @@ def invariant_attention(
         softcap=softcap,
         sinks=s_aux,
     )
-    chunks = None
+    chunks = None  # of queries, which are read one chunk after another
     # the kernel that reads blocks takes neither a cap nor a bias
     if softcap is None and position_bias is None and attention_mask is not None:
         chunks = _block_chunks(query, key, value, attention_mask)
@@ -104,30 +109,39 @@ AttentionInterface.register(INVARIANT, invariant_attention)
 
 
 class _AttentionCall(NamedTuple):
-    """The arguments of one layer's attention, which is computed chunk by chunk of its queries."""
+    """The arguments of one layer's attention, which is computed chunk by chunk of its queries.
+
+    There are B sequences, N new tokens, S cached and new keys, H query heads, and K key/value heads, each of G = H / K
+    query heads.
+    """
 
     query: Tensor  # [B, H, N, D]
     key: Tensor  # [B, K, S, D]
     value: Tensor  # [B, K, S, D']
     terms: list[Tensor]  # added to scores: [1 or B, 1 or K, 1 or G, N, S]
-    is_causal: bool
-    scale: float
-    softcap: float | None
-    sinks: Tensor | None  # [H]
+    is_causal: bool  # whether keys after a query are hidden from it, beside the terms
+    scale: float  # of the products
+    softcap: float | None  # c in score = c tanh(score / c); None for none
+    # [H], a learned score of each head that takes a share of the softmax and has no value; None for none
+    sinks: Tensor | None
 
     def read(self, chunk: QueryChunk) -> Tensor:
-        """Return [B, N, H, D'], the attention of a chunk's queries."""
-        b = chunk.sequences
+        """Return [B, N, H, D'], the attention output of a chunk's N queries of B sequences, for H heads.
+
+        Keys from the chunk's `start` on are summed in fp64, and those before `stop` also in blocks. Where both read a
+        key, one of them is hidden from each query.
+        """
+        b = chunk.sequences  # a slice, as `n`
         n = chunk.queries
         size = n.stop - n.start
-        key_heads, end = self.key.shape[1:3]
+        key_heads, end = self.key.shape[1:3]  # K, and the number of keys
         # keys after the last query of the chunk are hidden from all of its queries
         if self.is_causal:
             end += n.stop - self.query.shape[2]
         keys = slice(chunk.start, end)
         # the queries of a group are rows of one product: [B * K, G * N, D]
         rows = self.query[b, :, n].unflatten(1, (key_heads, -1)).flatten(2, 3).flatten(0, 1)
-        scores = self._score(rows, self.key[b, :, keys].flatten(0, 1))
+        scores = self._score(rows, self.key[b, :, keys].flatten(0, 1))  # [B * K, G * N, T]
         # a view [B, K, G, N, T] of the scores, to which terms are added in place
         by_group = scores.view(-1, key_heads, rows.shape[1] // size, size, scores.shape[-1])
         for term in self.terms:
@@ -137,8 +151,10 @@ class _AttentionCall(NamedTuple):
         if self.is_causal and size > 1:
             by_group.masked_fill_(_future_mask(by_group), float("-inf"))
         blocks = None
+        # with 0 no query reads a block
         if chunk.stop:
             blocks = read_blocks(rows, self.key[b], self.value[b], chunk.stop, scale=self.scale)
+            # changes `scores`, of which `by_group` is a view, and the blocks' logarithms in place
             chunk.hide_duplicates(by_group, blocks[1].view(*by_group.shape[:-1], -1))
         attended = _attend(
             scores,
@@ -146,10 +162,13 @@ class _AttentionCall(NamedTuple):
             blocks,
             self._sinks(by_group),
         )
+        # [B, K, G, N, D'] to [B, H, N, D'] to [B, N, H, D']
         return attended.view(*by_group.shape[:-1], -1).flatten(1, 2).transpose(1, 2)
 
     def _sinks(self, scores: Tensor) -> Tensor | None:
-        """Return [B * K, G * N, 1], the attention sink of each row of scores [B, K, G, N, T]; None without sinks.
+        """Return [B * K, G * N, 1], the attention sink of each row of scores; None without sinks.
+
+        `scores` are [B, K, G, N, T], of N queries of G heads for each of K key/value heads, and T keys.
 
         A sink is a learned score of each head that takes a share of the softmax and has no value.
         """
@@ -159,7 +178,12 @@ class _AttentionCall(NamedTuple):
         return by_head.expand(*scores.shape[:4], 1).flatten(0, 1).flatten(1, 2)
 
     def _score(self, rows: Tensor, keys: Tensor) -> Tensor:
-        """Return scores [B * K, R, T] in fp64: products of queries [B * K, R, D] and keys [B * K, T, D], with cap."""
+        """Return scores [B * K, R, T] in fp64: scaled products of queries and keys, with the softcap if there is one.
+
+        Args:
+            rows: [B * K, R, D], R queries for each of K key/value heads of B sequences.
+            keys: [B * K, T, D], of T tokens.
+        """
         # with beta 0 the first argument is not read; the product is scaled while it is written
         unused = rows.new_empty(1, dtype=torch.float64)
         products = torch.baddbmm(
@@ -180,11 +204,12 @@ def _block_chunks(
     """Return a layer's queries in chunks that read blocks of keys; None if the layer cannot read any.
 
     Args:
-        query: [B, H, N, D].
-        key: [B, K, S, D].
+        query: [B, H, N, D], of N new tokens of B sequences, for H heads of width D.
+        key: [B, K, S, D], of S cached and new tokens, for K key/value heads.
         value: [B, K, S, D'].
         mask: as in `invariant_attention`.
     """
+    # the context of the running forward has set it; a mask for each head may hide other keys from each
     blocks = BLOCKS.get()
     if blocks is None or mask.shape[1] > 1 or not blocks.fit(query, key, value):
         return None
@@ -207,6 +232,8 @@ def _chunk_queries(sequences: int, count: int, at_once: int) -> list[QueryChunk]
 def _expand_mask(mask: Tensor, count: int, groups: int) -> Tensor:
     """Return a mask as an additive one that fits scores [B, K, G, N, S].
 
+    There are B sequences, N queries, S keys, and H query heads, of which G share each of K key/value heads.
+
     Args:
         mask: bool or additive, [B, 1 or H, N, S], or [B, 1, G * N, S] where the queries of a group are rows.
         count: N.
@@ -225,7 +252,10 @@ def _expand_mask(mask: Tensor, count: int, groups: int) -> Tensor:
 
 
 def _future_mask(scores: Tensor) -> Tensor:
-    """Return [N, T], whether a key comes after a query, for scores [.., N, T] whose last key is the last query's."""
+    """Return [N, T], whether each of T keys comes after each of N queries; the last key is the last query's own.
+
+    `scores` are [.., N, T].
+    """
     count, keys = scores.shape[-2:]
     return torch.ones(count, keys, dtype=torch.bool, device=scores.device).triu_(keys - count + 1)
 
@@ -241,8 +271,9 @@ def _attend(
     Args:
         scores: [X, R, T], of the keys that are read in fp64; X is B * K, and R are its queries.
         values: [X, T, D'], of the same keys.
-        blocks: outputs and logarithms of the blocks of earlier keys, as `read_blocks` returns them; None for none.
-        sinks: [X, R, 1], scores of keys without a value; None for none.
+        blocks: outputs [X, R, J, D'] of J blocks of earlier keys, and the logarithms [X, R, J] of their sums of
+            exp(score); None for none.
+        sinks: [X, R, 1], scores that take a share of the softmax and have no value; None for none.
     """
     if blocks is None and sinks is None:
         return scores.softmax(-1) @ values.double()
@@ -279,6 +310,7 @@ class SumsInFp64(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function of torch, with its tensors in fp64 and its output rounded back if it is one of `SUMS`."""
         options = dict(kwargs or {})
+        # an output in a given tensor has that tensor's dtype
         if func not in SUMS or options.get("out") is not None:
             return func(*args, **options)
         narrow = [value for value in tree_leaves((args, options)) if _is_narrow(value)]
@@ -292,10 +324,12 @@ class SumsInFp64(TorchFunctionMode):
 
 
 def _is_narrow(value: Any) -> bool:
+    """Return whether a value is a floating-point tensor of less than fp64."""
     return isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
 
 
 def _widen(tensor: Tensor) -> Tensor:
+    """Return a floating-point tensor in fp64; others, as masks and indices, unchanged."""
     return tensor.double() if _is_narrow(tensor) else tensor
 
 
@@ -314,20 +348,21 @@ def sums_rows_alike(dtype: torch.dtype) -> bool:
 
 
 def in_fixed_rows(read: Callable[[Tensor], Tensor], x: Tensor, most: int | None = None) -> Tensor:
-    """Return [.., V], `read` of x [.., D], with the same bits for a row whatever the number of rows.
+    """Return [.., V], the product `read` of x [.., D], with the same bits for a row [D] whatever the number of rows.
 
     A kernel may sum in another order for another number of rows, so `read` is called only with numbers of rows that
     give the same order. On a CPU one row is read as two, and more than `most` in pieces. On other devices TILE rows are
     read at a time.
 
     Args:
-        read: multiplies rows [rows, D] with a matrix.
+        read: multiplies rows [rows, D] with a matrix, and returns [rows, V].
         x: [.., D].
         most: the most rows of one call on a CPU, as `limit_rows` returns it; None: any number.
     """
     rows = x.reshape(-1, x.shape[-1])
     count = len(rows)
     if x.device.type == "cpu":
+        # each piece is read without a limit, as it is no larger
         if most is not None and count > most:
             output = torch.cat([in_fixed_rows(read, tile) for tile in rows.split(most)])
         elif count != 1 or sums_rows_alike(x.dtype):
@@ -335,6 +370,7 @@ def in_fixed_rows(read: Callable[[Tensor], Tensor], x: Tensor, most: int | None 
         else:
             output = read(rows.expand(2, -1).contiguous())
     else:
+        # zeros up to a multiple of TILE rows
         padded = F.pad(rows, (0, 0, 0, -count % TILE))
         output = torch.cat([read(tile) for tile in padded.split(TILE)])
     # without the rows that were added
@@ -342,9 +378,9 @@ def in_fixed_rows(read: Callable[[Tensor], Tensor], x: Tensor, most: int | None 
 
 
 class FixedRowsLinear(nn.Linear):
-    """A linear layer that is read in fixed numbers of rows."""
+    """A linear layer that is read in fixed numbers of rows, so that a row's bits do not depend on the others."""
 
-    most_rows: int | None = None
+    most_rows: int | None = None  # of one product on a CPU; None for any number
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [.., out_features], x @ weight.T + bias."""
@@ -352,9 +388,9 @@ class FixedRowsLinear(nn.Linear):
 
 
 class FixedRowsPackedLinear(PackedLinear):
-    """A packed linear layer that is read in fixed numbers of rows."""
+    """A packed linear layer that is read in fixed numbers of rows, so that a row's bits do not depend on the others."""
 
-    most_rows: int | None = None
+    most_rows: int | None = None  # of one product on a CPU; None for any number
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [.., out_features], x @ weight.T + bias."""
@@ -365,6 +401,10 @@ def can_be_invariant(model: Any, attention: str | None) -> bool:
     """Return whether it may be tried to make a model's bits independent of what is read together.
 
     It must be in half precision, on a device with fp64, and attend by a function that may be replaced.
+
+    Args:
+        model: the model.
+        attention: the name of the function, as its config holds it; None: unknown.
     """
     # Apple's GPUs have no fp64
     has_fp64 = model.get_input_embeddings().weight.device.type != "mps"
@@ -396,8 +436,8 @@ def limit_rows(linear: Any, read: Callable[[Tensor], Tensor]) -> int | None:
     """Return how many rows a linear layer or an LM head may read at once without other bits; None for any number.
 
     Args:
-        linear: the layer, with a weight [V, D].
-        read: multiplies rows [rows, D] with the weight.
+        linear: the layer, with a weight [V, D] for rows of width D.
+        read: multiplies rows [rows, D] with the weight, and returns [rows, V].
     """
     weight = linear.weight
     # on other devices the number of rows is fixed, and torch's own loops sum all numbers of rows alike

@@ -38,26 +38,41 @@ def measure_tie(
     A small gap shows that rounding may have decided between them, and not a fault. With a temperature, a token's score
     is its logit plus the noise of its position.
 
+    Args:
+        target: the target.
+        prompt: its token ids.
+        answer: the token ids of an answer.
+        other: those of another one.
+        sampling: by which both were chosen; None: greedily.
+
     Returns:
         The gap in units of the last place of the larger logit, in the target's dtype. None if one answer is the
         beginning of the other, or if the sampling's filters let only one of the tokens through.
     """
     at = first_difference(answer, other)
+    # one answer begins the other, and so has no token to compare
     if at == min(len(answer), len(other)):
         return None
     state = target.open()
     # the prompt and the answers' common beginning, after which both tokens are scored
     state.admit(0, with_answer(prompt, list(answer[:at])))
-    logits = state.finish_prompts()[0].output.logits[-1].float()
-    scores = add_noise(logits, Choose(sampling or Sampling()), len(prompt) + at)
+    logits = state.finish_prompts()[0].output.logits[-1].float()  # [V], after the last token
+    scores = add_noise(logits, Choose(sampling or Sampling()), position=len(prompt) + at)
     return in_last_places(scores, logits, (answer[at], other[at]), target.model.dtype)
 
 
 def add_noise(logits: Tensor, choose: Choose, position: int) -> Tensor:
     """Return the scores [V] by which the token at a position is chosen: logits, plus noise if it is sampled.
 
-    The token with the highest score is chosen: with Gumbel noise that is a sample.
+    The token with the highest score is chosen: with Gumbel noise that is a sample. The noise is fixed by seed and
+    position, so that an answer does not depend on the draft.
+
+    Args:
+        logits: [V], over the vocabulary.
+        choose: the rule, which gives the noise.
+        position: of the token in its sequence.
     """
+    # None: the rule is greedy
     noise = choose.offer(len(logits), logits.device)
     if noise is None:
         return logits
@@ -70,7 +85,14 @@ def in_last_places(
     tokens: tuple[int, int],
     dtype: torch.dtype,
 ) -> float | None:
-    """Return the gap between two tokens' scores in units of the last place of the larger logit; None if infinite."""
+    """Return the gap between two tokens' scores in units of the last place of the larger logit; None if infinite.
+
+    Args:
+        scores: [V], by which tokens are chosen; -inf where a filter of the sampling hides one.
+        logits: [V], which decide the unit.
+        tokens: the ids of the two tokens.
+        dtype: of the logits that the target computes.
+    """
     gap = float((scores[tokens[0]] - scores[tokens[1]]).abs())
     largest = float(logits[list(tokens)].abs().max())
     if not math.isfinite(gap):

@@ -28,7 +28,7 @@ def find_row_limit(
     """Return the most rows for which `read` gives a row the same bits as in a pair of rows; None for any number.
 
     Args:
-        key: sizes, dtype and layout, which decide the kernel together with the number of threads.
+        key: sizes, dtype and layout of the matrix, which decide the kernel together with the number of threads.
         read: multiplies rows [N, D] with a matrix on a CPU, and returns [N, V].
         width: D.
         dtype: of the rows.
@@ -41,7 +41,13 @@ def find_row_limit(
 
 @torch.inference_mode()
 def _try_rows(read: Callable[[Tensor], Tensor], width: int, dtype: torch.dtype) -> int | None:
-    """Find the limit of `find_row_limit` by products of random rows, read in pieces of different sizes."""
+    """Find the limit of `find_row_limit` by products of random rows, read in pieces of different sizes.
+
+    Args:
+        read: multiplies N rows [N, D] with a matrix.
+        width: D.
+        dtype: of the rows.
+    """
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(MANY[-1], width, generator=generator).to(dtype)
 

@@ -39,10 +39,12 @@ def find_variance(target: Any, length: int = PROMPT) -> str | None:
         # the first prompt is shorter, so that its row is padded; the states compared are those of the last one
         "a batch is read": lambda: _read_tree(target, [prompt[: count // 4], prompt], tree),
     }
+    # states and logits at five nodes
     expected = _read_steps(target, prompt, tree, chunk=count)
     for name, read in trials.items():
         try:
             got = read()
+        # no property of the target, although it is a RuntimeError
         except torch.OutOfMemoryError:
             raise
         except FAILURES as error:
@@ -60,9 +62,11 @@ def _read_steps(
 ) -> tuple[Tensor, Tensor]:
     """Return states [5, D] and logits [5, V] at the nodes PATH of a tree, read as a sequence in steps by one token.
 
-    The prompt is read before in chunks of `chunk` tokens.
+    D is the states' width, and V the vocabulary. The prompt is read before in chunks of `chunk` tokens.
     """
-    state = TargetState(target, (-1,))
+    # tap -1: the states that enter the LM head
+    state = TargetState(target, taps=(-1,))
+    # row 0 is the only sequence; the tree's nodes are more than the steps
     state.admit(0, prompt, room=len(tree))
     state.finish_prompts(chunk)
     states: list[Tensor] = []
@@ -70,9 +74,9 @@ def _read_steps(
     for token in tree.tokens[PATH].tolist():
         output = state.read({0: DraftTree.chain([token])})[0]
         assert output.features is not None
-        states.append(output.features[:, 0])
+        states.append(output.features[:, 0])  # of [1 node, 1 tap, D]
         logits.append(output.logits)
-        state.keep({0: [0]})
+        state.keep({0: [0]})  # commits the node as the sequence's next token
     return torch.cat(states), torch.cat(logits)
 
 
@@ -86,7 +90,7 @@ def _read_tree(target: Any, prompts: list[list[int]], tree: DraftTree) -> tuple[
         tree: the tree, of which PATH names five nodes from the root to a leaf.
     """
     # tap -1: the states that enter the LM head
-    state = TargetState(target, (-1,))
+    state = TargetState(target, taps=(-1,))
     for row, prompt in enumerate(prompts):
         state.admit(row, prompt, room=len(tree))
     state.finish_prompts()

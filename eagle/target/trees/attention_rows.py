@@ -41,17 +41,28 @@ class AttentionRows(Mixer):
             layer: the index of its layer in the cache.
             new_layer: makes an empty layer of the model's own kind of cache.
         """
-        super().__init__(name, module, layer, set(), [])
+        # its state is a whole layer of a cache, not numbered states in one or attributes
+        super().__init__(name, module, layer, state_ids=set(), attributes=[])
         self.new_layer = new_layer
 
     def kind_of(self, state: State) -> Any:
-        """Return the number of columns of the state's layer, -1 for none: only equal lengths can be joined."""
+        """Return the number of columns of the state's layer, -1 for none: only equal lengths can be joined as rows."""
         return state["layer", 0].get_seq_length() if state else -1
 
     def run(
         self, inputs: Mapping[str, Any], state: State, paths: Paths, projections: Projections | None
     ) -> tuple[Any, State]:
-        """Run the module over paths as in `Mixer.run`; return its output and the cache layers after the paths."""
+        """Run the module over P paths of a tree, each from a given layer of a cache.
+
+        Args:
+            inputs: the arguments of its forward by name, at all R nodes of B sequences [B, R, ..].
+            state: the cache layers that the paths go on from, joined as rows of a batch; written to. {} for none.
+            paths: the paths, padded to the D nodes of the longest.
+            projections: where linear layers find or leave their outputs by node; None: they compute every row.
+
+        Returns:
+            The output [P, D, width], and the joined cache layers after the paths.
+        """
         layer = state.get(("layer", 0)) or self.new_layer()
         arguments: dict[str, Any] = {}
         for name, value in inputs.items():
@@ -72,7 +83,10 @@ class AttentionRows(Mixer):
 
 
 def keep_rows(output: Any, paths: Paths) -> Any:
-    """Return a module's output with only its tensors [P, D, width]; others, as attention weights, become None."""
+    """Return a module's output with only its tensors [P, D, width] at P paths of D nodes; others become None.
+
+    Others are attention weights, say.
+    """
     if isinstance(output, tuple):
         return tuple(keep_rows(item, paths) for item in output)
     shape = (len(paths.paths), paths.longest)
@@ -82,17 +96,17 @@ def keep_rows(output: Any, paths: Paths) -> Any:
 
 
 def mask_paths(layer: Any, paths: int, count: int, like: Tensor) -> Tensor:
-    """Return the causal mask [P, 1, D, S] of new tokens over the columns of a cache layer.
+    """Return the causal mask [P, 1, D, S] of new tokens over the S columns of a cache layer, new ones included.
 
     Args:
         layer: the layer, whose window is applied if it has one.
-        paths: P.
-        count: D, the new tokens of each path.
+        paths: P, the number of paths.
+        count: D, the number of new tokens of each path.
         like: a mask of the model, whose dtype and device the mask gets; bool, or additive.
     """
     # the layer knows its number of columns: one with a window holds only the last ones
     columns = torch.arange(layer.get_mask_sizes(count)[0], device=like.device)
-    distance = columns[-count:, None] - columns
+    distance = columns[-count:, None] - columns  # [D, S], in tokens; negative for later ones
     window = getattr(layer, "sliding_window", None) or len(columns)
     visible = (distance >= 0) & (distance < window)
     mask = visible
@@ -112,12 +126,15 @@ def find_attention(base: nn.Module, config: Any, read: Callable[[Any], Any]) -> 
     """
     names = {module: name for name, module in base.named_modules()}
     cache = DynamicCache(config=config)
+    # by module, the layer of the cache that it writes to in this forward
     with watch_writes(names, cache, WRITERS) as writes:
         read(cache)
 
     def make_layer(index: int) -> Any:
+        """Return an empty layer of the kind that the model's own cache has at this index."""
         return DynamicCache(config=config).layers[index]
 
+    # of modules inside one of those
     prefixes = tuple(names[module] + "." for module in writes)
     found: list[Mixer] = []
     for module, write in writes.items():

@@ -38,7 +38,7 @@ Kinds are "conv" and "recurrent" with the state's number in the cache's layer, "
 
 
 def split_state(state: State, count: int) -> list[State]:
-    """Split the states of `count` rows into a state for each row."""
+    """Split the joined states of `count` rows of a batch into a state for each row."""
     return [row_of(state, row) for row in range(count)]
 
 
@@ -61,7 +61,7 @@ def row_of(value: Any, row: int) -> Any:
 
 
 def count_bytes(value: Any) -> int:
-    """Return the bytes of all tensors that a value holds."""
+    """Return the bytes of all tensors that a value holds: a tensor, a cache, or a container of such."""
     if isinstance(value, Tensor):
         return value.nbytes
     if isinstance(value, dict):
@@ -72,7 +72,7 @@ def count_bytes(value: Any) -> int:
 
 
 def is_cache(value: Any) -> bool:
-    """Return whether a value is a cache or a component of one."""
+    """Return whether a value is a cache of transformers or a component of one, whose tensors lie in its attributes."""
     return isinstance(value, Cache) or type(value).__module__.startswith("transformers.")
 
 
@@ -110,7 +110,13 @@ class Projections:
         self.is_complete = False  # whether a first run has filled `outputs`
 
     def compute(self, linear: Callable[[Tensor], Tensor], rows: Tensor, paths: Paths) -> Tensor:
-        """Return [P, D, ..], a linear layer's output at rows [P, D, ..], computed at most once per node."""
+        """Return [P, D, ..], a linear layer's output, computed at most once per node.
+
+        Args:
+            linear: the layer's own forward.
+            rows: [P, D, ..], its input at the nodes of P paths, padded to the D nodes of the longest.
+            paths: the paths.
+        """
         device = rows.device
         if not self.is_complete:
             nodes = rows.flatten(0, 1)  # [P * D, ..]
@@ -118,7 +124,7 @@ class Projections:
             if not paths.is_whole:
                 nodes = nodes.index_select(0, paths.steps(device))
             self.outputs.append(linear(nodes))
-        # a mixer calls its linear layers in the same order in every run
+        # [nodes, ..]: a mixer calls its linear layers in the same order in every run
         output = self.outputs[self.calls]
         self.calls += 1
         if not paths.is_whole:
@@ -146,8 +152,9 @@ class Mixer:
             name: its name in the model.
             module: the module.
             layer: the index of the cache's layer that it writes to; None for none.
-            state_ids: the numbers of its states in that layer.
-            attributes: the modules and names of attributes that hold a state, on it or on modules in it.
+            state_ids: the numbers by which that layer counts its states.
+            attributes: where it keeps a state without a cache: pairs of a module, itself or one in it, and the name of
+                an attribute.
         """
         self.name = name
         self.module = module
@@ -156,20 +163,24 @@ class Mixer:
         self.attributes = attributes
         self.original_forward = module.forward
         self.argument_names = list(inspect.signature(self.original_forward).parameters)
+        # where the linear layers of the current run find outputs, and its paths; None: they compute every row
         self.running: tuple[Projections, Paths] | None = None
+        # replaced in this set of modules for good
         linears = [submodule for submodule in module.modules() if isinstance(submodule, nn.Linear)]
         for linear in linears:
             linear.forward = partial(self._project, linear.forward)  # type: ignore[method-assign]
 
     @property
     def device(self) -> torch.device:
-        """The device of its weights."""
+        """The device of its first weight."""
         return next(self.module.parameters()).device
 
     def __eq__(self, other: object) -> bool:
+        """Return whether the other is a mixer of this name: dicts of states serve all readers of a model."""
         return isinstance(other, Mixer) and other.name == self.name
 
     def __hash__(self) -> int:
+        """Return the name's hash, as mixers of one name are equal."""
         return hash(self.name)
 
     def run(
@@ -178,13 +189,14 @@ class Mixer:
         """Run the module over paths of trees, each from a given state, without changing the model's cache.
 
         Args:
-            inputs: the arguments of its forward at all nodes [B, R, ..], from which the paths are gathered.
-            state: the state that each path goes on from, which may be overwritten.
+            inputs: the arguments of its forward by name, at all R nodes of B sequences [B, R, ..], from which the paths
+                are gathered.
+            state: the state that each path goes on from, joined as rows of a batch, which may be overwritten.
             paths: the P paths, which are the rows of the run.
             projections: where linear layers find or leave their outputs by node; None: they compute every row.
 
         Returns:
-            The output of the rows, and the state after each.
+            The output of the rows, and the state after each, joined.
         """
         cache = self._copy_cache(inputs, state)
         arguments: dict[str, Any] = {}
@@ -210,9 +222,9 @@ class Mixer:
 
     @contextmanager
     def _projecting(self, projections: Projections | None, paths: Paths) -> Iterator[None]:
-        """A context in which linear layers compute once per node, unless `projections` is None."""
+        """A context in which this mixer's linear layers compute once per node, unless `projections` is None."""
         if projections is not None:
-            projections.calls = 0
+            projections.calls = 0  # a new run calls the first linear layer first
             self.running = (projections, paths)
         try:
             yield
@@ -224,7 +236,7 @@ class Mixer:
         return bool(state)
 
     def _set_attributes(self, values: Sequence[Any]) -> None:
-        """Set the attributes that hold a state."""
+        """Set the attributes in which the module keeps a state, one value for each."""
         for (owner, name), value in zip(self.attributes, values, strict=True):
             setattr(owner, name, value)
 
@@ -242,17 +254,22 @@ class Mixer:
         copied = copy.copy(cache)
         copied.layers = list(cache.layers)
         copied.layers[self.layer] = layer
+        # lists with an entry for each layer, which some models look up in their cache: only this layer's is set below
         for name in copied.lists:
             setattr(copied, name, [None] * len(cache.layers))
         for (kind, key), tensor in state.items():
             if kind == "list":
                 getattr(copied, key)[self.layer] = tensor
+            # states in attributes are set on the module instead
             elif kind != "attribute":
                 _set_layer_state(layer, kind, key, tensor)
         return copied
 
     def _read_state(self, cache: Any) -> State:
-        """Return the state that a run left in its copy of the cache and in the module's attributes."""
+        """Return the state that a run left in its copy of the cache and in the module's attributes.
+
+        `cache` is the copy, or None for a module without one.
+        """
         state: State = {}
         for index, (owner, name) in enumerate(self.attributes):
             state["attribute", index] = getattr(owner, name)
@@ -267,7 +284,13 @@ class Mixer:
         return {key: tensor for key, tensor in state.items() if isinstance(tensor, Tensor)}
 
     def _project(self, linear: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
-        """Stand in for the forward of a linear layer, and compute it once per node where that is possible."""
+        """Stand in for the forward of a linear layer, and compute it once per node where that is possible.
+
+        Args:
+            linear: the layer's own forward.
+            rows: its input, [P, D, ..] for P paths of up to D nodes in a run over paths.
+        """
+        # outside of a run over paths
         if self.running is None or rows.dim() != 3:
             return linear(rows)
         projections, paths = self.running
@@ -278,7 +301,10 @@ class Mixer:
 
 
 def _set_layer_state(layer: Any, kind: str, state_id: int, tensor: Tensor) -> None:
-    """Put a "conv" or "recurrent" state into a layer of transformers' cache, as its own update does."""
+    """Put a "conv" or "recurrent" state into a layer of transformers' cache, as its own update does.
+
+    The layer is changed in place, and says from then on that it has a state. `state_id` is the state's number in it.
+    """
     getattr(layer, f"{kind}_states")[state_id] = tensor
     getattr(layer, f"is_{kind}_states_initialized")[state_id] = True
     layer.has_previous_state[state_id] = True
@@ -299,7 +325,8 @@ class WholeModel(Mixer):
             cache_name: the argument of its forward that takes a cache.
             singly: read rows of one token one after another, for models that read such batches wrong.
         """
-        super().__init__("", base, None, set(), [])
+        # it writes to no layer of a cache and no attribute: its state is its own cache
+        super().__init__(name="", module=base, layer=None, state_ids=set(), attributes=[])
         self.cache_name = cache_name
         self.singly = singly
         self.rows: Paths | None = None  # the paths of the run that is going on
@@ -307,11 +334,19 @@ class WholeModel(Mixer):
     def run(
         self, inputs: Mapping[str, Any], state: State, paths: Paths, projections: Projections | None
     ) -> tuple[Any, State]:
-        """Return the hidden states [P, D, ..] along the paths, and as state the model's own cache after each path."""
+        """Return the hidden states [P, D, width] along P paths, and as state the model's own cache after each path.
+
+        Args:
+            inputs: the arguments of its forward by name, at all R nodes of B sequences [B, R, ..].
+            state: the caches that the paths go on from, joined as rows of a batch; {}: no token was read before.
+            paths: the paths, padded to the D nodes of the longest.
+            projections: unused, as linear layers are not shared.
+        """
+        # without masks: a path is read in order, and its padding comes last
         arguments = {
             name: paths.gather(value) for name, value in inputs.items() if "mask" not in name
         }
-        arguments[self.cache_name] = state.get(("cache", 0))
+        arguments[self.cache_name] = state.get(("cache", 0))  # with None the model makes one
         self.rows = paths
         try:
             if self.singly and paths.longest == 1:
@@ -322,7 +357,12 @@ class WholeModel(Mixer):
         return output.last_hidden_state, {("cache", 0): getattr(output, self.cache_name)}
 
     def _step(self, arguments: dict[str, Any], paths: Paths) -> tuple[Tensor, State]:
-        """Read one token of each row, in a forward for each row."""
+        """Read the one token of each row in a forward of its own; return states [P, 1, width] and the joined caches.
+
+        Args:
+            arguments: of the model's forward, with all P rows.
+            paths: P paths of one node each.
+        """
         outputs = []
         for row, path in enumerate(paths.paths):
             # `Mixers.to_nodes` then knows the node that the tapped states belong to
@@ -334,7 +374,10 @@ class WholeModel(Mixer):
 
 
 class Mixers:
-    """The mixers of one model. While a `Reading` is set, their forwards go to it; else they run unchanged."""
+    """The mixers of one model: its modules that a mask cannot steer, most of which keep a recurrent state.
+
+    While a `Reading` (a forward over trees) is set, their forwards go to it; else they run unchanged.
+    """
 
     def __init__(
         self,
@@ -363,6 +406,7 @@ class Mixers:
         # bytes of one sequence's states, and of one token's keys and values in all layers; 0 until measured
         self.state_bytes = 0
         self.column_bytes = 0
+        # replaced in the model for good
         for mixer in self.mixers:
             mixer.module.forward = partial(self._report, mixer)
 
@@ -384,6 +428,7 @@ class Mixers:
             return
         self.most_bytes = None
         try:
+            # each round sets the attribute
             for self.by_levels in (True, False):
                 yield
         finally:
@@ -398,9 +443,11 @@ class Mixers:
             grows: whether the forward adds a level to trees of an earlier forward by levels. It then reads only the new
                 nodes, while paths would be read from the root again.
         """
+        # only one way is right
         if self.most_bytes is None:
             return self.by_levels
         nodes = sum(map(len, plan.parents))
+        # by levels every node has a state in memory
         if nodes * self.state_bytes > self.most_bytes:
             return False
         if grows:
@@ -414,19 +461,24 @@ class Mixers:
         return (len(plan.levels) - 1) * self.weight_bytes <= more_steps * step_bytes
 
     def _report(self, mixer: Mixer, *args: Any, **kwargs: Any) -> Any:
-        """Stand in for a mixer's forward: pass the call to the current `Reading`, or without one run the module."""
+        """Stand in for a mixer's forward: pass the call to the current `Reading`, or without one run the module.
+
+        `args` and `kwargs` are those of the module's forward, whose output is returned.
+        """
         if self.reading is None:
             return mixer.original_forward(*args, **kwargs)
         inputs = dict(zip(mixer.argument_names, args, strict=False)) | kwargs
         return self.reading.read(mixer, inputs)
 
     def to_nodes(self, rows: Tensor, nodes: Tensor | None) -> Tensor:
-        """Return a layer's input by node, for a tap.
+        """Return a layer's input by node, for a tap that records it.
 
         Args:
-            rows: [B, N, ..] by node already, or [P, D, ..] by path where the whole model runs over paths.
-            nodes: [B, R, ..], the inputs by node that earlier calls of the same forward have returned; None at first.
+            rows: [B, N, ..], for B sequences by their N new nodes already, or [P, D, ..] by P paths of up to D nodes
+                where the whole model runs over paths.
+            nodes: [B, R, ..], by all R nodes, what earlier calls of the same forward have returned; None at first.
         """
+        # with a whole model there is one mixer
         paths = None
         if self.mixers and isinstance(self.mixers[0], WholeModel):
             paths = self.mixers[0].rows
@@ -434,6 +486,7 @@ class Mixers:
             return rows
         if nodes is None:
             nodes = rows.new_zeros(*paths.shape, *rows.shape[2:])
+        # nodes that this call has not read keep their entries
         flat = nodes.flatten(0, 1).index_copy(0, paths.nodes(rows.device), rows.flatten(0, 1))
         return flat.view_as(nodes)
 
@@ -451,8 +504,10 @@ class Writes:
     """The states that one module writes in a forward: to a layer of the cache, and to attributes."""
 
     def __init__(self, layer: int | None = None) -> None:
+        """Note no states yet; `layer` is the index of the cache's layer that the module writes to, None for none."""
         self.layer = layer
-        self.state_ids: set[int] = set()
+        self.state_ids: set[int] = set()  # the numbers of its states in that layer
+        # modules and the names of their attributes
         self.attributes: list[tuple[nn.Module, str]] = []
 
 
@@ -465,6 +520,7 @@ def find_mixers(model: nn.Module, cache: Any, read: Callable[[Any], Any]) -> lis
         read: runs the model with the cache on two sequences.
     """
     names = {module: name for name, module in model.named_modules()}
+    # the attributes that a forward replaces are found by comparing with these
     before = {module: dict(vars(module)) for module in names}
     with watch_writes(names, cache, WRITERS) as writes:
         read(cache)
@@ -477,6 +533,7 @@ def find_mixers(model: nn.Module, cache: Any, read: Callable[[Any], Any]) -> lis
                 and len(value) == 2
             ):
                 writes.setdefault(module, Writes()).attributes.append((module, name))
+                # the module is left as it was
                 setattr(module, name, before[module].get(name))
     # the innermost come first: a module inside another one is run by it, so its states count as the outer one's
     for module in sorted(writes, key=lambda module: len(names[module]), reverse=True):
@@ -499,14 +556,15 @@ def watch_writes(
     """A context that yields a dict of what each module writes to a cache by the given methods.
 
     Args:
-        names: the modules that are watched.
-        cache: the cache, which a forward in the context gets.
-        writers: the names of the cache's methods, and which of their arguments is the layer's index.
+        names: the modules that are watched, with their names in the model.
+        cache: the cache, which a forward in the context gets; its methods are replaced for good.
+        writers: by name of a method of the cache, which of its positional arguments is the layer's index.
     """
     # the modules whose forward is running, the innermost last: it is the one that writes
     running: list[nn.Module] = []
     writes: dict[nn.Module, Writes] = {}
 
+    # hooks before and after the forward of each module
     def enter(module: nn.Module, _: Any) -> None:
         running.append(module)
 
@@ -514,8 +572,10 @@ def watch_writes(
         running.pop()
 
     def watch(write: Callable[..., Any], position: int, *args: Any, **kwargs: Any) -> Any:
+        """Note a call of the cache's method `write`, whose argument at `position` is the layer's index, and make it."""
         layer = kwargs["layer_idx"] if "layer_idx" in kwargs else args[position]
         found = writes.setdefault(running[-1], Writes(layer))
+        # a layer with a single state does not number it
         found.state_ids.add(kwargs.get("state_idx", 0))
         return write(*args, **kwargs)
 

@@ -40,9 +40,9 @@ class TokenPositions:
 
         Args:
             starts: the number of committed columns of each sequence.
-            positions: [B, R], of the uncommitted tokens.
-            count: N, the last of them, which the forward reads.
-            committed: [B, ..], positions of the committed columns; None: in order.
+            positions: [B, R], of the R uncommitted tokens of B sequences, on the host.
+            count: N, the number of the last of them, which the forward reads.
+            committed: [B, ..], positions of the committed columns (the tokens in the cache); None: in order.
             masks: the reader's masks, which give the device.
         """
         self.starts = starts
@@ -53,12 +53,12 @@ class TokenPositions:
 
     @cached_property
     def columns(self) -> Tensor:
-        """[B, S], the position of every column, on the host."""
+        """[B, S], the position of every column (a token in the cache) of B sequences, with new ones, on the host."""
         return place_columns(self.starts, self.positions, self.committed)
 
     @cached_property
     def earlier(self) -> Tensor | None:
-        """[3, B, S - N], the positions of the columns before the new ones; None if there are no such columns.
+        """[3, B, S - N], the positions of the columns before the N new ones, of S; None if there are no such columns.
 
         Models with images have positions in time, height and width, which are equal for text.
         """
@@ -69,21 +69,24 @@ class TokenPositions:
 
     @cached_property
     def length(self) -> int:
-        """The tokens of the longest sequence together with the deepest path of its tree."""
+        """The number of tokens of the longest sequence together with the deepest path of its tree."""
         return int(self.positions.max()) + 1
 
     @cached_property
     def query_offsets(self) -> Any:
-        """What a model must add to `arange(N)` for the new tokens' positions: a number, or a tensor [N]."""
+        """What a model must add to `arange(N)` for the N new tokens' positions: a number, or a tensor [N]."""
         return self._offsets(self.positions[:, -self.count :])
 
     @cached_property
     def column_offsets(self) -> Any:
-        """What a model must add to `arange(S)` for the columns' positions: 0, or a tensor [S]."""
+        """What a model must add to `arange(S)` for the positions of all S columns: 0, or a tensor [S]."""
         return self._offsets(self.columns)
 
     def _offsets(self, positions: Tensor) -> Any:
-        """Return positions [B, n] less `arange(n)`, which must be equal in all sequences: a number, or a tensor [n]."""
+        """Return positions [B, n] less `arange(n)`: a number if all are equal, as in a chain, else a tensor [n].
+
+        The difference must be the same in all B sequences.
+        """
         offsets = positions - torch.arange(positions.shape[1])
         # the model adds the same offsets in all sequences
         if (offsets != offsets[:1]).any():
@@ -104,6 +107,7 @@ def counts_columns(reader: Any) -> bool:
     cache = reader.new_cache()
     calls = []
 
+    # stands in for a method of the cache
     def ask(count: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         calls.append(count)
         return count(*args, **kwargs)
@@ -126,6 +130,7 @@ def first_position(reader: Any) -> int:
     positions, and in one with positions from 0 on, as trees are read with.
     """
     embeddings = [module for module in reader.base.modules() if isinstance(module, nn.Embedding)]
+    # the model takes no positions, or has no embedding beside that of tokens
     if "position_ids" not in reader.arguments or len(embeddings) == 1:
         return 0
     # some models number positions from their padding token's id on, and skip padding: the tokens must not be padding
@@ -136,6 +141,7 @@ def first_position(reader: Any) -> int:
         """Return the first index that each embedding gets in a forward."""
         indices: list[int] = []
 
+        # a hook on each embedding: module and positional arguments
         def note(_: nn.Module, args: tuple[Tensor, ...]) -> None:
             indices.append(int(args[0].flatten()[0]))
 
@@ -152,11 +158,15 @@ def first_position(reader: Any) -> int:
         explicit = read_indices(position_ids=torch.arange(3, device=input_ids.device)[None])
     except FAILURES:
         return 0
+    # the difference is 0 for the tokens' embedding
     return max(by_model - from_zero for by_model, from_zero in zip(counted, explicit, strict=True))
 
 
 def table_builders(base: Any) -> list[str]:
-    """Return the names of the methods or functions by which a base model makes a table of biases (ALiBi)."""
+    """Return the names of the methods or functions by which a base model makes a table of biases (ALiBi); [] for most.
+
+    They are looked up among the names that the forward's code uses.
+    """
     return [
         name
         for name in inspect.unwrap(type(base).forward).__code__.co_names
@@ -202,7 +212,7 @@ def _build_table(reader: Any, build: Callable[..., Tensor], *args: Any, **kwargs
         kwargs: of the model's call.
 
     Returns:
-        [B * H or H, 1, S].
+        [B * H or H, 1, S], for B sequences, H heads and S columns of the cache.
     """
     positions: TokenPositions | None = reader.token_positions
     # a forward that reads no tree

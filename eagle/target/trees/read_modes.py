@@ -83,9 +83,16 @@ class TreeReadMode:
 
 
 def read_modes(reader: Any) -> Iterator[TreeReadMode]:
-    """Yield the modes that may be right for a model, the cheapest first."""
+    """Yield the modes that may be right for a model, the cheapest first.
+
+    Args:
+        reader: the `TreeReader` of the model.
+    """
+    # attention by `grouped_attention` is cheaper than the model's own
     grouped_or_not = [True, False] if can_group(reader.original, reader.config) else [False]
+    # recurrent modules read all paths at once, or one depth of the tree at a time
     levels_or_not = [False, True] if reader.stateful else [False]
+    # ALiBi biases by position instead of column
     extras = (TABLES,) if table_builders(reader.base) else ()
     for levels in levels_or_not:
         for grouped in grouped_or_not:
@@ -101,8 +108,10 @@ def read_modes(reader: Any) -> Iterator[TreeReadMode]:
     if counts_columns(reader):
         for levels in levels_or_not:
             yield TreeReadMode(levels=levels, extras=(*extras, OFFSETS))
+    # attention that no mask steers runs over paths
     for levels in levels_or_not:
         yield TreeReadMode(levels=levels, extras=(*extras, ROWS))
+    # the whole model runs over paths, or by depth, or row by row
     yield TreeReadMode(whole=True)
     yield TreeReadMode(whole=True, levels=True)
     yield TreeReadMode(whole=True, singly=True)
@@ -114,6 +123,9 @@ def choose_mode(reader: Any) -> str | None:
     The reference is the untouched model's forward over each path of the tree. Where the model's own steps by one token
     differ from that, the reference is those steps, as `generate` takes them; modes by levels take such steps too.
 
+    Args:
+        reader: the `TreeReader`, which reads in the mode from then on.
+
     Returns:
         None if a mode was found, else why the first one misreads the tree.
     """
@@ -123,10 +135,12 @@ def choose_mode(reader: Any) -> str | None:
     for follows_steps in [True] if _follows_steps(reader, probe) else [False, True]:
         reader.follows_steps = follows_steps
         for mode in read_modes(reader):
+            # only modes by levels take steps by one token
             if follows_steps and not mode.levels:
                 continue
             reason = _try_mode(reader, mode, probe)
             if reason is None:
+                # both may replace the mode by a better one
                 _allow_levels_and_paths(reader, probe)
                 _allow_invariant(reader, probe)
                 return None
@@ -143,6 +157,7 @@ def _follows_steps(reader: Any, probe: Probe) -> bool:
     """
     if reader.stateful:
         return probe.steps_differ()
+    # attention alone: a short prompt crosses a window that is lowered to a few tokens
     with near_limits(reader.original, reader.config, NEAR) as is_far:
         return is_far and Probe(reader).steps_differ(FORGOTTEN)
 
@@ -168,10 +183,11 @@ def _try_mode(reader: Any, mode: TreeReadMode, probe: Probe) -> str | None:
 def _allow_levels_and_paths(reader: Any, probe: Probe) -> None:
     """Let a reader choose in each forward between paths and levels by their costs, if trees are read right by both."""
     mode = reader.mode
+    # there is no choice: no module keeps a state, or paths are wrong, or attention or the whole model runs over them
     if not reader.mixers.mixers or mode.levels or mode.whole or ROWS in mode.extras:
         return
     reader.set_mode(replace(mode, cheaper=True))
-    # each_way sets the mixers to read by levels, then by paths
+    # each_way sets the mixers (the modules that keep a state) to read by levels, then by paths
     if any(probe.find_misreading() for _ in reader.mixers.each_way()):
         _restore_mode(reader, mode, probe)
 
@@ -187,6 +203,7 @@ def _allow_invariant(reader: Any, probe: Probe) -> None:
         return
     attended: set[int] = set()  # layers whose attention was replaced
     reader.set_mode(replace(mode, invariant=True))
+    # called for every layer's attention, with queries, keys and scale after the layer's index
     with observing(reader.settings, lambda layer, *_: attended.add(layer)):
         is_right = _reads_right(reader, probe)
     # layers that were not seen call kernels directly, so their sums must be in fp64
@@ -209,7 +226,10 @@ def _restore_mode(reader: Any, mode: TreeReadMode, probe: Probe) -> None:
 
 
 def _reads_right(reader: Any, probe: Probe) -> bool:
-    """Return whether a reader reads the small tree right in its mode, by levels and by paths if both may be used."""
+    """Return whether a reader reads the small tree right in its mode, by levels and by paths if both may be used.
+
+    The probe is the trial on that tree.
+    """
     try:
         faults = [probe.find_misreading() for _ in reader.mixers.each_way()]
     except FAILURES:
@@ -238,7 +258,8 @@ class Probe:
         # whether rounding is so small that states must agree closely; in half precision only large differences tell
         self.is_exact = dtype in (torch.float32, torch.float64)
         self.eps = torch.finfo(dtype).eps  # the relative rounding error of one operation
-        self.count = self._prompt_length()
+        self.count = self._prompt_length()  # tokens of the prompt before the tree
+        # [count + 6], the prompt and then the nodes r, a, b, c, d, e
         self.tokens = self._make_tokens(self.count)
 
     def find_misreading(self) -> str | None:
@@ -249,6 +270,7 @@ class Probe:
         reader = self.reader
         cache = reader.new_cache()
         try:
+            # [7, D] both, the states of width D at seven nodes
             expected, limit = self.read_expected()
             reader.tolerance = limit
             nodes = self.read_tree(cache)
@@ -256,8 +278,9 @@ class Probe:
             # mixers must also be right in a step by one token of several rows
             if reader.mixers.mixers:
                 nodes = torch.cat([nodes, self._read_root_twice(cache)])
-                expected = torch.cat([expected, expected[[0, 0]]])
+                expected = torch.cat([expected, expected[[0, 0]]])  # node r twice
             copies = self._read_copies(cache)
+        # no fault of the mode, although it is a RuntimeError
         except torch.OutOfMemoryError:
             raise
         except FAILURES as error:
@@ -275,7 +298,7 @@ class Probe:
         return None
 
     def _copies_limit(self) -> float:
-        """Return how far copies of a token may differ, relative to their norm, in a model that may count columns.
+        """Return how far copies of a token may differ, relative to their norm, in a model that may count cache columns.
 
         In half precision the comparison with paths shows only large differences, so copies must agree more closely. In
         fp32, or with right offsets, the comparison is enough.
@@ -285,7 +308,10 @@ class Probe:
         return 4 * self.eps
 
     def read_expected(self) -> tuple[Tensor, float]:
-        """Return the reference states [7, D] of nodes r, a, c and r, b, d, e, and the tolerated relative difference."""
+        """Return the reference states [7, D] of nodes r, a, c and r, b, d, e, and the tolerated relative difference.
+
+        They are of width D, and by the model's forward over sequences, or by its steps if the reader follows these.
+        """
         expected, limit = self._read_paths()
         if self.reader.follows_steps:
             expected = self._read_steps()
@@ -300,14 +326,16 @@ class Probe:
             limit: the difference to tolerate, as a share of the state's norm; None: some multiple of rounding.
         """
         try:
+            # [D], both of node r
             expected = self._read_paths()[0][0]
             stepped = self._read_steps()[0]
             if limit is None:
                 # two tokens at once after the prompt differ from the forward by rounding alone
-                two_tokens = self.tokens[self.count :][[0, 1]][None]
+                two_tokens = self.tokens[self.count :][[0, 1]][None]  # [1, 2], nodes r and a
                 at_once = self._continue_from(self._read_prompt(), two_tokens)[0][0, 0]
                 rounding = max(float((at_once - expected).norm() / expected.norm()), 16 * self.eps)
                 limit = DIFFERENCE * rounding
+        # a model whose own steps fail has none to follow
         except FAILURES:
             return False
         return bool((stepped - expected).norm() > limit * expected.norm())
@@ -315,6 +343,7 @@ class Probe:
     def _read_steps(self) -> Tensor:
         """Return [7, D], states of nodes r, a, c and r, b, d, e by the untouched model's own steps by one token."""
         hidden = []
+        # paths r, a, c and r, b, d, e, as places after the prompt, where the nodes are in the order r, a, b, c, d, e
         for path in ([0, 1, 3], [0, 2, 4, 5]):
             cache = self._read_prompt()
             for node in path:
@@ -328,9 +357,9 @@ class Probe:
         return self._continue_from(None, self.tokens[None, : self.count])[1]
 
     def _continue_from(self, cache: Any, tokens: Tensor) -> tuple[Tensor, Any]:
-        """Run the untouched model over tokens [1, T] with its own cache; return their states [1, T, D] and the cache.
+        """Run the untouched model over T tokens [1, T] with its own cache; return their states [1, T, D] and the cache.
 
-        With None the model makes a new cache.
+        The model writes to the cache. With None it makes a new one.
         """
         name = self.reader.cache_name
         output = self.base(
@@ -354,6 +383,7 @@ class Probe:
             raise
         except FAILURES:
             return False
+        # the tolerance that the trial of the mode has set
         return bool(difference.norm() <= self.reader.tolerance * expected.norm())
 
     def _read_batch(self, prompts: list[Tensor], trees: Tensor) -> Tensor:
@@ -366,8 +396,8 @@ class Probe:
             trees: [B, 3], the tokens of a root and its two children.
 
         Returns:
-            [B, 3, D], or [B, 4, D] for a model with mixers (modules that keep a state or read trees by paths): the root
-            is then also read as a step by one token.
+            [B, 3, D], states of width D, or [B, 4, D] for a model with mixers (modules that keep a state or read trees
+            by paths): the root is then also read as a step by one token.
         """
         reader = self.reader
         cache_rows = list(range(len(prompts)))
@@ -405,7 +435,10 @@ class Probe:
         return order[indices % len(order)]
 
     def _read_paths(self) -> tuple[Tensor, float]:
-        """Return [7, D], states of nodes r, a, c and r, b, d, e by forwards over whole sequences, and the tolerance."""
+        """Return [7, D], states of nodes r, a, c and r, b, d, e by forwards over whole sequences, and the tolerance.
+
+        The tolerance is relative to the norm of the states.
+        """
         count = self.count
         prompt = self.tokens[:count].tolist()
         r, a, b, c, d, e = self.tokens[count:].tolist()
@@ -427,6 +460,9 @@ class Probe:
     def read_tree(self, cache: TreeCache) -> Tensor:
         """Read the small tree with the reader after the prompt, commit path r, b, d, and read token e after it.
 
+        Args:
+            cache: an empty cache of the reader.
+
         Returns:
             [7, D], the states of nodes r, a, c and r, b, d, and of token e, in the order of `read_expected`.
         """
@@ -440,20 +476,22 @@ class Probe:
         hidden = reader.read_text(nodes, count, cache, depths=(0, 1, 1, 2, 2), tree_mask=tree_mask)[
             0
         ]
+        # of the only sequence, nodes r, b, d
         cache.keep({0: [0, 2, 4]})
         last = reader.read_text(self.tokens[count + 5 :], count + 3, cache)[0]
-        return torch.cat([hidden[[0, 1, 3, 0, 2, 4]], last])
+        return torch.cat([hidden[[0, 1, 3, 0, 2, 4]], last])  # r, a, c and r, b, d, then e
 
     def _read_copies(self, cache: TreeCache) -> Tensor:
         """Return [COPIES, D], the states of copies of one token that share a parent and a position.
 
-        They are equal unless the model attends by the order of columns. The prompt's cached values are replaced by
+        They are equal unless the model attends by the order of columns. The prompt's cached values are overwritten by
         large numbers, as one column more or less would else be lost in rounding.
         """
         layers: Any = cache.layers
         for layer in layers:
             values = layer.value_buffer.tensor[:, :, : self.count]
             values.copy_(torch.arange(values.numel()).sin().view_as(values) * 100)
+        # a root and its copied children, each of which sees the root and itself
         tree_mask = torch.eye(1 + COPIES, dtype=torch.bool)
         tree_mask[:, 0] = True
         root, child = self.tokens[self.count :].split(1)[:2]
@@ -463,6 +501,7 @@ class Probe:
 
     def _read_root_twice(self, cache: TreeCache) -> Tensor:
         """Return [2, D], states of token r after the prompt, read twice in a batch."""
+        # two nodes without parents, each of which sees itself alone: two rows for modules that read paths or levels
         roots = self.tokens[self.count : self.count + 1].expand(2)
         return self.reader.read_text(
             roots, self.count, cache, [0, 0], torch.eye(2, dtype=torch.bool)
@@ -470,7 +509,9 @@ class Probe:
 
     def _prompt_length(self) -> int:
         """Return the prompt's length in tokens: beyond every limit in the config that the masks do not apply."""
+        # in tokens; sliding windows are left out, as the masks apply them
         windows = attention_limits(self.config) - {*layer_windows(self.config).values()}
         max_positions = getattr(self.config, "max_position_embeddings", None) or LONGEST_PROBE
+        # the tree and the copies come after the prompt
         longest = min(LONGEST_PROBE, max_positions - COPIES - 8)
         return max([6, *(window + 2 for window in windows if window + 2 <= longest)])

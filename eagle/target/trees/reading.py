@@ -36,8 +36,8 @@ class Reading:
         """Prepare a forward.
 
         Args:
-            plan: the trees of its sequences.
-            states: the states after the committed tokens of each sequence.
+            plan: the trees of its sequences, by the parent of each node.
+            states: the states of all mixers after the committed tokens of each sequence.
             levels: whether each mixer is called once for each depth of the trees, rather than once for all paths.
             commits: whether it reads tokens that are all committed, as those of prompts, and no trees.
         """
@@ -45,15 +45,21 @@ class Reading:
         self.states = list(states)
         self.levels = levels
         self.commits = commits
-        self.inputs: dict[Mixer, Any] = {}  # each mixer's arguments at all nodes
+        self.inputs: dict[Mixer, Any] = {}  # each mixer's arguments by name, at all nodes
+        # the outputs of each mixer's linear layers by node, which the run that commits a path reuses; None for none
         self.projections: dict[Mixer, Projections | None] = {}
         self.end_states: dict[Mixer, list[State]] = {}  # after each sequence's last node
         # by (sequence, node), the state after it, if nodes are read by levels
         self.node_states: dict[Mixer, dict[tuple[int, int], State]] = {}
 
     def read(self, mixer: Mixer, inputs: dict[str, Any]) -> Any:
-        """Run a mixer in place of its own forward: return its output at the new nodes, given its arguments there."""
-        # a mixer has the state {} before the first token
+        """Run a mixer in place of its own forward: return its output at the new nodes, given its arguments there.
+
+        Args:
+            mixer: the module that keeps a state, and that the model calls.
+            inputs: its arguments by name, of which tensors with an entry for each new node are [B, N, ..].
+        """
+        # the state of each sequence. A mixer has the state {} before the first token
         committed = [states.get(mixer, {}) for states in self.states]
         if self.commits:
             return self._read_sequences(mixer, inputs, committed)
@@ -62,7 +68,7 @@ class Reading:
         return self._read_paths(mixer, inputs, committed)
 
     def _join_inputs(self, mixer: Mixer, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Return a mixer's inputs at all R nodes, given those at the N new ones.
+        """Return a mixer's arguments by name at all R nodes, given those at the N new ones.
 
         Paths are run from their first node on, so inputs of nodes that earlier forwards read are needed again.
         """
@@ -77,13 +83,20 @@ class Reading:
         )
 
     def _read_paths(self, mixer: Mixer, inputs: dict[str, Any], committed: list[State]) -> Any:
-        """Run a mixer over all paths to leaves in one call, each from the state of its sequence."""
+        """Run a mixer over all paths from the root to a leaf in one call; return its output at the new nodes.
+
+        Args:
+            mixer: the mixer.
+            inputs: its arguments by name, at the new nodes.
+            committed: its state after the committed tokens of each sequence, where its paths begin.
+        """
         plan = self.plan
         paths = plan.to_leaves
         # the run that commits a path reuses what the linears compute here
         projections = Projections()
         inputs = self._join_inputs(mixer, inputs)
         states = [committed[seq] for seq in paths.seqs]
+        # the states at the ends of paths are needed only where each is a whole sequence
         output, ends = self._run(mixer, inputs, states, paths, projections, splits=paths.is_whole)
         projections.is_complete = True
         self.inputs[mixer] = inputs
@@ -107,10 +120,10 @@ class Reading:
 
         Args:
             mixer: the mixer.
-            inputs: its inputs at all nodes.
+            inputs: its arguments by name, at all nodes that the paths count.
             states: the state that each path goes on from.
-            paths: the paths.
-            projections: as in `Mixer.run`.
+            paths: the paths, which are the rows.
+            projections: where linear layers find or leave their outputs by node; None: they compute every row.
             splits: whether to return the states too.
 
         Returns:
@@ -124,15 +137,16 @@ class Reading:
             output, state = mixer.run(inputs, join_rows(states), paths, projections)
             return output, split_state(state, len(states)) if splits else []
         outputs = []
-        order: list[int] = []
+        order: list[int] = []  # the row of each output
         ends: list[State] = []
+        # a call for each kind; outputs of linear layers are not shared between calls
         for rows in groups.values():
             group_paths = self.plan.paths([paths.paths[row] for row in rows])
             output, state = mixer.run(
                 inputs,
                 join_rows([states[row] for row in rows]),
                 group_paths,
-                None,
+                projections=None,
             )
             outputs.append(output)
             order += rows
@@ -148,16 +162,26 @@ class Reading:
         return joined, [ends[i] for i in index.tolist()]
 
     def _read_levels(self, mixer: Mixer, inputs: dict[str, Any], committed: list[State]) -> Any:
-        """Run a mixer over the new nodes in one call for each depth, every node from its parent's state."""
+        """Run a mixer over the new nodes in one call for each depth, every node from its parent's state.
+
+        Args:
+            mixer: the mixer.
+            inputs: its arguments by name, at the new nodes.
+            committed: its state after the committed tokens of each sequence.
+
+        Returns:
+            Its output at the new nodes.
+        """
         plan = self.plan
         # filled from the root on, so that each level finds its parents' states
         node_states = self.node_states.setdefault(mixer, {})
+        # the new nodes as rows of one node: by depth, and all of them in the order of depths
         levels, nodes = plan.level_rows
         outputs: list[Any] = []
         for level, rows in zip(plan.levels, levels, strict=True):
             states = []
             for seq, node in level:
-                parent = plan.parents[seq][node]
+                parent = plan.parents[seq][node]  # -1: the committed sequence
                 states.append(committed[seq] if parent == -1 else node_states[seq, parent])
             output, states = self._run(mixer, inputs, states, rows)
             node_states |= dict(zip(level, states, strict=True))
@@ -170,6 +194,14 @@ class Reading:
         """Run a mixer over tokens that are all committed, as those of prompts, without padding.
 
         Padding would enter a state. So sequences share a call only if they have the same length and kind of state.
+
+        Args:
+            mixer: the mixer.
+            inputs: its arguments by name, at all tokens of the forward.
+            committed: its state after the tokens of each sequence that earlier forwards have read.
+
+        Returns:
+            Its output, padded as the forward's tokens are.
         """
         plan = self.plan
         # a sequence is one path through all of its tokens
@@ -202,14 +234,24 @@ class Reading:
         states: list[State],
         paths: list[Path],
     ) -> Any:
-        """Run a mixer over sequences of the same length; return its output and the state at the end of each."""
+        """Run a mixer over sequences of the same length; return its output and the state at the end of each.
+
+        Args:
+            mixer: the mixer.
+            inputs: its arguments by name, at all tokens of the forward.
+            states: its state before each sequence.
+            paths: each sequence as one path through all of its tokens.
+        """
         steps = [paths]
-        # mixers that must read by levels ignore their state when they get several tokens, so they get one at a time
+        # mixers that must read by levels ignore their state when they get several tokens, so they get one at a time;
+        # without a state ({}) there is nothing to ignore
         if self.levels and states[0]:
             steps = [[(seq, [node]) for seq, _ in paths] for node in paths[0][1]]
         outputs = []
         for step in steps:
-            output, state = mixer.run(inputs, join_rows(states), self.plan.paths(step), None)
+            output, state = mixer.run(
+                inputs, join_rows(states), self.plan.paths(step), projections=None
+            )
             outputs.append(output)
             states = split_state(state, len(paths))
         return _chain_outputs(outputs), states
@@ -217,7 +259,7 @@ class Reading:
     def keep(self, paths: Mapping[int, Sequence[int]]) -> dict[int, States]:
         """Return by sequence the mixers' states after a path of its nodes, which the caller commits.
 
-        `paths` are by index of the sequence in this forward.
+        `paths` holds the nodes of a path by the index of its sequence in this forward.
         """
         states: dict[int, States] = {seq: {} for seq in paths}
         # both are by mixer, and name those that this forward has run
@@ -232,7 +274,7 @@ class Reading:
         return states
 
     def _states_after(self, mixer: Mixer, paths: Paths) -> list[State]:
-        """Return a mixer's state after each of these paths, which have the same length."""
+        """Return a mixer's state after each of these paths, which have the same length and begin at the root."""
         # a forward by levels has kept the state after every node
         if self.levels:
             return [self.node_states[mixer][seq, path[-1]] for seq, path in paths.paths]
@@ -258,7 +300,8 @@ class Reading:
             new_index = {node: index for index, node in enumerate(nodes)}
             parents.append([new_index.get(self.plan.parents[seq][node], -1) for node in nodes])
         rows = self.plan.paths(paths)
-        narrowed = Reading(Plan(parents, rows.longest, 0), states, levels=self.levels)
+        # its nodes have all been read: none is new
+        narrowed = Reading(Plan(parents, rows.longest, new=0), states, levels=self.levels)
         narrowed.inputs = {mixer: rows.gather(inputs) for mixer, inputs in self.inputs.items()}
         for mixer, node_states in self.node_states.items():
             narrowed.node_states[mixer] = {}
@@ -275,6 +318,7 @@ class Reading:
             levels: whether the new forward reads by levels; this one must have done so too.
         """
         extended = Reading(plan, self.states, levels=levels)
+        # dicts are copied, as the new forward changes them
         extended.inputs = dict(self.inputs)
         if levels:
             extended.node_states = {
@@ -284,7 +328,10 @@ class Reading:
 
 
 def _map_rows(change: Callable[[Tensor], Tensor], output: Any, paths: Paths) -> Any:
-    """Apply `change` to the tensors [P, D, ..] of a mixer's output, a tensor or a tuple; leave the rest unchanged."""
+    """Apply `change` to the tensors [P, D, ..] of a mixer's output, a tensor or a tuple; leave the rest unchanged.
+
+    `paths` are the P paths of D nodes that were the rows of the run.
+    """
     if isinstance(output, tuple):
         return tuple(_map_rows(change, item, paths) for item in output)
     if isinstance(output, Tensor) and output.shape[:2] == (len(paths.paths), paths.longest):
@@ -296,7 +343,7 @@ def _join_outputs(outputs: Sequence[Any], longest: int = 0) -> Any:
     """Join the outputs of several calls along the batch, as if one call had read all rows, padded to the longest.
 
     Args:
-        outputs: tensors [rows, steps, ..], or tuples of such.
+        outputs: of each call a tensor [rows, steps, ..], or a tuple of such; of other values the first is returned.
         longest: the least number of steps to pad to.
     """
     first = outputs[0]
@@ -315,7 +362,10 @@ def _join_outputs(outputs: Sequence[Any], longest: int = 0) -> Any:
 
 
 def _chain_outputs(outputs: Sequence[Any]) -> Any:
-    """Join the outputs of several calls along their steps, as if one call had read all tokens of each row."""
+    """Join the outputs of several calls along their steps, as if one call had read all tokens of each row.
+
+    They are tensors [rows, steps, ..] or tuples of such; of other values the first is returned.
+    """
     if len(outputs) == 1:
         return outputs[0]
     if isinstance(outputs[0], Tensor):
@@ -331,8 +381,8 @@ def _join_nodes(old: Any, new: Any, old_shape: tuple[int, int], new_shape: tuple
     Args:
         old: an argument at the earlier nodes: a tensor, or a container of arguments.
         new: the same argument at the new nodes.
-        old_shape: [B, earlier nodes].
-        new_shape: [B, N].
+        old_shape: [B, earlier nodes], the numbers of sequences and nodes.
+        new_shape: [B, N], the same with new nodes.
     """
     if isinstance(new, Tensor) and isinstance(old, Tensor):
         batch = batch_dimension(new, new_shape)

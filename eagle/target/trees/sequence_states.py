@@ -21,12 +21,13 @@ SNAPSHOT_TOKENS = 8192  # tokens of a sequence between two snapshots of its stat
 
 @dataclass(slots=True)
 class RowStates:
-    """The states of one cache row, and the forward that read its uncommitted nodes."""
+    """The states of one cache row (one sequence), and the forward that read its uncommitted nodes."""
 
-    by_length: dict[int, States] = field(default_factory=dict)  # after that many tokens
+    # by a number of tokens, each mixer's state after that many first tokens of the sequence
+    by_length: dict[int, States] = field(default_factory=dict)
     # the lengths whose states are kept when the sequence grows past them
     snapshots: set[int] = field(default_factory=set)
-    reading: Reading | None = None
+    reading: Reading | None = None  # None: there are no uncommitted nodes
     seq: int = 0  # the index of the cache row's sequence in that forward
 
 
@@ -34,7 +35,8 @@ class SequenceStates:
     """The states of every cache row. Their tensors are never written to, so that copies and snapshots share them."""
 
     def __init__(self) -> None:
-        self.entries = [RowStates()]
+        """Hold no states, for a cache of one row."""
+        self.entries = [RowStates()]  # by cache row
 
     def open(
         self,
@@ -52,10 +54,11 @@ class SequenceStates:
         Args:
             cache_rows: the cache rows, one for each sequence of the forward.
             lengths: the number of committed tokens of each.
-            sizes: the number of uncommitted nodes of each.
-            tree_mask: as in `find_parents`.
-            new: the number of nodes that are read now; earlier forwards have read the others.
-            mixers: the modules that read.
+            sizes: the number of uncommitted nodes of each, those of earlier forwards included.
+            tree_mask: [1 or B, N, R], for B sequences which of R nodes each of N new ones attends to; None: each
+                sequence is a chain of new nodes.
+            new: N, the number of nodes that are read now; earlier forwards have read the others.
+            mixers: the modules that keep a state and read.
             commits: whether the nodes are tokens that are committed as they are read, as those of a prompt.
         """
         states = [
@@ -63,9 +66,10 @@ class SequenceStates:
             for cache_row, length in zip(cache_rows, lengths, strict=True)
         ]
         width = max(sizes)
-        # all nodes are new: no forward before this one read any
+        # all nodes are new: no forward before this one read any, and so there are no earlier parents
         if width == new:
             plan = Plan(find_parents(tree_mask, sizes, [[]] * len(cache_rows)), width, new)
+            # by levels: one call of a mixer for each depth of the trees, and not one for all paths
             levels = mixers.by_levels if commits else mixers.chooses_levels(plan)
             return Reading(plan, states, levels=levels, commits=commits)
         # a draft tree that grows level by level: the new nodes are children of an earlier forward's
@@ -83,7 +87,7 @@ class SequenceStates:
         Raises:
             RuntimeError: if they are not held, for a state cannot be cut back to fewer tokens.
         """
-        # before the first token a mixer has no state
+        # before the first token mixers have no state
         if not length:
             return {}
         by_length = self.entries[cache_row].by_length
@@ -103,16 +107,18 @@ class SequenceStates:
         """
         entries = [self.entries[cache_row] for cache_row in cache_rows]
         readings = {id(entry.reading): entry.reading for entry in entries}
+        # one and the same forward
         (reading,) = readings.values()
         if reading is None:
             raise RuntimeError(
                 f"cache rows {list(cache_rows)} hold no uncommitted nodes: read their trees from the root"
             )
         seqs = [entry.seq for entry in entries]
-        parents = reading.plan.parents
+        parents = reading.plan.parents  # by the forward's sequences, the parent of each node
         if seqs == list(range(len(parents))):
             return reading
         # some of the forward's sequences have ended since, or their order is another
+        # with all of their nodes
         paths = [(seq, list(range(len(parents[seq])))) for seq in seqs]
         return reading.narrow(paths, states)
 
@@ -120,11 +126,17 @@ class SequenceStates:
         """Store a forward that has ended, so that `keep` can commit a path of its nodes.
 
         If the forward commits its tokens, the states after them are those of the sequences from now on.
+
+        Args:
+            cache_rows: the cache rows, one for each sequence of the forward.
+            lengths: the number of tokens that each had committed before.
+            reading: the forward.
         """
         for seq, (cache_row, length) in enumerate(zip(cache_rows, lengths, strict=True)):
             self.entries[cache_row].reading = reading
             self.entries[cache_row].seq = seq
             if reading.commits:
+                # each mixer's state at the end of this sequence
                 states = {mixer: ends[seq] for mixer, ends in reading.end_states.items()}
                 self._advance(cache_row, length, length + len(reading.plan.parents[seq]), states)
 
@@ -132,18 +144,20 @@ class SequenceStates:
         """Make the states after an accepted path those at the end of its sequence.
 
         Args:
-            paths: by cache row the nodes of the path.
-            lengths: the number of tokens committed before, of all cache rows.
+            paths: by cache row the nodes of the path, as indices into its uncommitted ones.
+            lengths: by cache row the number of tokens committed before.
         """
         # cache rows by the forward that read them, which computes the states of all its paths in one call
         groups: dict[int, list[int]] = {}
         for cache_row, path in paths.items():
             reading = self.entries[cache_row].reading
+            # an empty path leaves the states as they are
             if path and reading is not None:
                 groups.setdefault(id(reading), []).append(cache_row)
         for cache_rows in groups.values():
             reading = self.entries[cache_rows[0]].reading
             assert reading is not None
+            # by the forward's sequences
             states = reading.keep(
                 {self.entries[cache_row].seq: paths[cache_row] for cache_row in cache_rows}
             )
@@ -156,14 +170,17 @@ class SequenceStates:
     def retain(self, cache_row: int, nodes: Sequence[int], length: int) -> None:
         """Keep only these of a cache row's uncommitted nodes, in this order, for later forwards to go on from.
 
-        `length` is the number of committed tokens.
+        Args:
+            cache_row: the cache row.
+            nodes: indices into its uncommitted nodes; () drops all of them.
+            length: the number of committed tokens, after which the states are held.
         """
         entry = self.entries[cache_row]
         reading = entry.reading if nodes else None
         if reading is not None:
             reading = reading.narrow([(entry.seq, list(nodes))], [entry.by_length[length]])
         entry.reading = reading
-        entry.seq = 0
+        entry.seq = 0  # the narrowed forward has this sequence alone
 
     def _advance(self, cache_row: int, start: int, end: int, states: States) -> None:
         """Store the states at a sequence's new end, and drop those after fewer tokens except the snapshots.
@@ -204,7 +221,7 @@ class SequenceStates:
         return max((end for end in self.entries[cache_row].by_length if end <= length), default=0)
 
     def swap(self, first: int, second: int) -> None:
-        """Exchange two cache rows."""
+        """Exchange the states of two cache rows."""
         self.entries[first], self.entries[second] = self.entries[second], self.entries[first]
 
     def copy(self, source: int, target: int) -> None:
@@ -213,12 +230,12 @@ class SequenceStates:
         self.entries[target] = RowStates(dict(entry.by_length), set(entry.snapshots))
 
     def resize(self, count: int) -> None:
-        """Change the number of cache rows; new ones are empty."""
+        """Change the number of cache rows; new ones are empty, and the last ones are dropped."""
         added = [RowStates() for _ in range(count - len(self.entries))]
         self.entries = self.entries[:count] + added
 
     def state_bytes(self, cache_row: int) -> int:
-        """Return the bytes of the states at the end of a cache row's sequence."""
+        """Return the bytes of the states at the end of a cache row's sequence; 0 before its first token."""
         by_length = self.entries[cache_row].by_length
         if not by_length:
             return 0

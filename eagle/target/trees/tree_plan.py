@@ -21,11 +21,12 @@ class Paths:
     """Paths of nodes as rows of a batch [P, D], padded on the right with their last node."""
 
     def __init__(self, paths: Sequence[Path], shape: tuple[int, int]) -> None:
-        """Take P paths, and the shape [B, R] of the forward's nodes."""
+        """Take P paths, and the shape [B, R] of the forward's nodes: R for each of B sequences, padding included."""
         self.paths = list(paths)
         self.shape = shape
         self.longest = max(len(nodes) for _, nodes in paths)
-        self.seqs = [seq for seq, _ in paths]
+        self.seqs = [seq for seq, _ in paths]  # the sequence of each path
+        # by the name of a kind of indices
         self.uploaded: dict[tuple[str, torch.device], Tensor] = {}
 
     @cached_property
@@ -36,7 +37,7 @@ class Paths:
         return self.seqs == list(range(seqs)) and all(nodes == whole for _, nodes in self.paths)
 
     def nodes(self, device: torch.device) -> Tensor:
-        """Return [P * D], the node at each step of each path, as an index into nodes flattened to [B * R, ..]."""
+        """Return [P * D], the node at each of D steps of P paths, as an index into nodes flattened to [B * R, ..]."""
 
         def find() -> list[int]:
             """List the nodes of all paths, each padded with its last node."""
@@ -49,7 +50,7 @@ class Paths:
         return self._upload("nodes", find, device)
 
     def steps(self, device: torch.device) -> Tensor:
-        """Return [B * R], for each node an index into steps flattened to [P * D, ..] at which a path visits it.
+        """Return [B * R], for each node an index into D steps of P paths, flattened to [P * D, ..], which visits it.
 
         It is 0 for nodes on no path, whose entries are not used.
         """
@@ -77,7 +78,8 @@ class Paths:
     def gather(self, value: Any) -> Any:
         """Turn a forward's argument by node into one by path: from tensors [B or 1, R, ..] to [P, D, ..].
 
-        Containers are searched for such tensors; values without nodes stay unchanged.
+        There are R nodes of each of B sequences, and P paths of D steps. Containers are searched for such tensors;
+        values without nodes stay unchanged.
         """
         if self.is_whole:
             return value
@@ -94,7 +96,7 @@ class Paths:
         return map_nodes(pick, value, self.shape)
 
     def scatter(self, rows: Tensor, new: int) -> Tensor:
-        """Turn an output by path [P, D, ..] into one by node [B, N, ..], at the last N = `new` nodes of each tree."""
+        """Turn an output by path [P, D, ..] into one by node [B, N, ..], the last N = `new` nodes of B trees."""
         if self.is_whole:
             return rows[:, -new:]
         nodes = rows.flatten(0, 1).index_select(0, self.steps(rows.device))
@@ -107,7 +109,7 @@ def map_nodes(change: Callable[[Tensor, int], Tensor], value: Any, shape: tuple[
     Args:
         change: returns the tensor to put in the place of each.
         value: a tensor, or a container of values; everything else is returned unchanged.
-        shape: [B, R] of the nodes.
+        shape: [B, R], the numbers of sequences and of nodes of each.
     """
     if isinstance(value, Tensor):
         batch = batch_dimension(value, shape)
@@ -126,7 +128,7 @@ def batch_dimension(tensor: Tensor, shape: tuple[int, int]) -> int | None:
 
     Args:
         tensor: the tensor.
-        shape: [B, R] of the nodes.
+        shape: [B, R], the numbers of sequences and of nodes of each.
     """
     sizes = tensor.shape
     seqs, width = shape
@@ -154,7 +156,7 @@ class Plan:
         self.shape = (len(parents), width)
 
     def paths(self, paths: Sequence[Path]) -> Paths:
-        """Return paths of these trees as rows of a batch."""
+        """Return paths of these trees, pairs of a sequence's index and its nodes, as rows of a batch."""
         return Paths(paths, self.shape)
 
     @property
@@ -164,7 +166,7 @@ class Plan:
 
     @cached_property
     def to_leaves(self) -> Paths:
-        """The paths to each new leaf, each from the first uncommitted node on."""
+        """The paths to each new leaf, each from its first uncommitted node on."""
         rows = []
         for seq, parents in enumerate(self.parents):
             # a node that is a parent is no leaf
@@ -175,7 +177,10 @@ class Plan:
 
     @cached_property
     def levels(self) -> list[list[tuple[int, int]]]:
-        """The new nodes (sequence, node) by depth; children of nodes that earlier forwards have read have depth 0."""
+        """By depth the new nodes, as pairs (sequence, node).
+
+        The first new node on each path has depth 0, whatever earlier forwards have read before it.
+        """
         # parents come before their children, so that one pass finds all depths
         levels: list[list[tuple[int, int]]] = []
         for seq, parents in enumerate(self.parents):
@@ -185,6 +190,7 @@ class Plan:
                 parent = parents[node]
                 depth = 0 if parent == -1 else depths[parent] + 1
                 depths.append(depth)
+                # the first node of this depth, in any sequence
                 if depth == len(levels):
                     levels.append([])
                 levels[depth].append((seq, node))
@@ -222,8 +228,9 @@ def find_parents(
     """Return by sequence the parent of each uncommitted node, -1 for the committed sequence, from a tree mask.
 
     Args:
-        tree_mask: [1 or B, N, R], the nodes that each new node attends to; None: each sequence is a chain of new nodes.
-        sizes: the number of nodes of each sequence.
+        tree_mask: [1 or B, N, R], of R nodes those that each of N new ones attends to, itself included; None: each
+            sequence is a chain of new nodes.
+        sizes: the number of nodes of each of B sequences, without padding.
         earlier: by sequence the parents of the nodes that earlier forwards have read.
 
     Raises:
@@ -232,6 +239,7 @@ def find_parents(
     if tree_mask is None:
         return [list(range(-1, size - 1)) for size in sizes]
     new, width = tree_mask.shape[1:]
+    # [N, R], each new node in its own column
     itself = torch.eye(width, dtype=torch.bool)[width - new :]
     # [B, N, R], the ancestors of each new node
     above = (tree_mask & ~itself).expand(len(sizes), -1, -1)
@@ -249,14 +257,15 @@ def _check_parents(above: list[list[bool]], parents: list[int], first: int) -> N
     """Refuse a mask that is not that of a tree: a node must see exactly its parent and all that its parent sees.
 
     Args:
-        above: [N][R], the nodes that each new node attends to, itself left out.
-        parents: the parent of each node of the sequence.
+        above: [N][R], whether each of N new nodes attends to each of R nodes, itself left out.
+        parents: the parent of each node of the sequence, without padding; -1 for the committed sequence.
         first: the first new node.
     """
     ancestors: list[set[int]] = [set() for _ in parents]  # of each node, itself included
     for node, parent in enumerate(parents):
         inherited = ancestors[parent] if parent >= 0 else set()
         ancestors[node] = inherited | {node}
+        # earlier forwards have checked their nodes
         if node < first:
             continue
         visible = {column for column, is_visible in enumerate(above[node - first]) if is_visible}

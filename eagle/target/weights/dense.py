@@ -36,7 +36,8 @@ class QuantisedHead(nn.Linear):
     model_head: tuple[nn.Module, ...]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return [.., V], logits."""
+        """Return [.., V], the logits over V tokens of states [.., D]: by the model's own head where it may be used."""
+        # the plain copy serves gradients, and is all that is left after a move, a cast or a copy
         if not self.model_head or (torch.is_grad_enabled() and x.requires_grad):
             return F.linear(x, self.weight, self.bias)
         logits: Tensor = self.model_head[0](x)
@@ -56,12 +57,14 @@ class QuantisedHead(nn.Linear):
 def borrowed_layers(model: Any) -> tuple[nn.Module, nn.Module]:
     """Return the embedding and LM head of a model, each with a plain matrix, which draft heads borrow.
 
-    A layer without a plain matrix is replaced by a copy that has one, in the model's precision.
+    A layer without a plain matrix is replaced by a copy that has one, in the model's precision. A quantised model may
+    unpack its weights here.
     """
     embedding = model.get_input_embeddings()
     output = model.get_output_embeddings()
     is_quantised = bool(getattr(model, "is_quantized", False))
     if is_quantised:
+        # in place: changes the model
         unpack_weights(model)
         kind = "is quantised"
         has_embedding = _is_dense(embedding)
@@ -91,6 +94,7 @@ def borrowed_layers(model: Any) -> tuple[nn.Module, nn.Module]:
 
 def _has_matrix(layer: nn.Module) -> bool:
     """Return whether a layer's weight is a parameter in memory, not computed from others and not offloaded."""
+    # a parametrisation or pruning moves it out of the parameters; accelerate's hook loads an offloaded one
     weight = layer._parameters.get("weight")
     return weight is not None and not (weight.is_meta and hasattr(layer, "_hf_hook"))
 
@@ -101,7 +105,7 @@ def unpack_weights(model: Any) -> None:
     Such a model then moves weights to the device for each layer's forward, by hooks that a second module tree over the
     weights cannot share. So the hooks are removed, and the weights loaded for good.
     """
-    # any token will do: a forward makes the model unpack
+    # any token will do: a forward makes the model unpack, and its output is not needed
     tokens = torch.ones(1, 1, dtype=torch.long, device=device_of(model.get_input_embeddings()))
     model(input_ids=tokens, use_cache=False)
     if getattr(model, "quantization_method", None) == "compressed-tensors":
@@ -113,12 +117,13 @@ def find_tensor(model: Any, name: str) -> Tensor | None:
 
     The weight of a quantised linear layer is returned as a plain matrix.
     """
-    owner, _, kind = name.rpartition(".")
+    owner, _, kind = name.rpartition(".")  # the module's name, and the tensor's in it
     module = dict(model.named_modules()).get(owner)
     if kind == "weight" and getattr(model, "is_quantized", False):
         width = getattr(module, "in_features", None)
         if module is not None and width is not None and not _is_dense(module, width):
-            return dense_matrix(module, width, model.dtype)[0]
+            return dense_matrix(module, width, model.dtype)[0]  # without the bias
+    # a state_dict may change the layout of weights in memory
     with keep_layout(model):
         tensor: Tensor | None = model.state_dict(keep_vars=True).get(name)
     if tensor is None:
@@ -155,8 +160,8 @@ def dense_matrix(linear: nn.Module, width: int, dtype: torch.dtype) -> tuple[Ten
     """Return the matrix [V, D] and bias [V] of a linear layer of any format, from its products with unit vectors.
 
     Args:
-        linear: the layer.
-        width: D.
+        linear: the layer, with V outputs.
+        width: D, the number of its inputs.
         dtype: of the matrix.
 
     Raises:
@@ -175,6 +180,7 @@ def dense_matrix(linear: nn.Module, width: int, dtype: torch.dtype) -> tuple[Ten
     matrix = torch.cat(columns).T.contiguous()
     if bias is not None:
         bias = bias.detach().to(dtype)
+    # the layer may do more than multiply by this matrix
     if not _computes_product(linear, matrix, bias):
         raise ValueError(
             f"{type(linear).__name__} is quantised, and its products are no matrix's: a head that borrows it learns "
@@ -193,6 +199,7 @@ def _is_dense(layer: nn.Module, width: int | None = None) -> bool:
         return False
     if width is None or weight.is_meta or weight.is_mkldnn:
         return True
+    # the forward may transform its input, or read further tensors
     return weight.shape[1:] == (width,) and _computes_product(
         layer,
         weight,
@@ -214,9 +221,9 @@ def _computes_product(
 
     Args:
         linear: the layer.
-        matrix: [V, D].
+        matrix: [V, D], of V outputs and D inputs.
         bias: [V], or None for none.
-        tolerance: the relative difference that is allowed.
+        tolerance: the relative difference of products that is allowed.
     """
     generator = torch.Generator().manual_seed(0)
     states = torch.randn(4, matrix.shape[1], generator=generator).to(matrix.device, matrix.dtype)
@@ -228,7 +235,10 @@ def _computes_product(
 
 
 def _with_copy(output: nn.Module, matrix: Tensor, bias: Tensor | None) -> QuantisedHead:
-    """Return a `QuantisedHead` for the model's LM head `output` with this plain copy of its matrix and bias."""
+    """Return a `QuantisedHead` that runs the model's LM head `output`, with this plain copy of its matrix and bias.
+
+    The matrix is [V, D] for V tokens and states of width D, and the bias [V].
+    """
     # made on the meta device, without memory, as its parameters are replaced
     head = QuantisedHead(matrix.shape[1], matrix.shape[0], bias=bias is not None, device="meta")
     head.weight = nn.Parameter(matrix, requires_grad=False)

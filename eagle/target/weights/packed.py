@@ -27,6 +27,7 @@ class PackedLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """Return [.., out_features], x @ weight.T + bias; the weight is unpacked where oneDNN does not take x."""
         weight = self.weight
+        # after `unpack` it is plain
         if not weight.is_mkldnn:
             return F.linear(x, weight, self.bias)
         if not can_multiply(x, weight):
@@ -39,7 +40,7 @@ class PackedLinear(nn.Linear):
             self.weight = nn.Parameter(self.weight.to_dense(), requires_grad=False)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Unpack the weight, then move or cast it."""
+        """Unpack the weight, then move or cast it, as torch cannot do that with a packed one."""
         self.unpack()
         return super()._apply(fn, recurse)
 
@@ -92,23 +93,25 @@ class PackedHead(nn.Linear):
 
 
 def pack(weight: Tensor) -> Tensor:
-    """Return a copy of a weight in the layout in which oneDNN multiplies."""
+    """Return a copy of a weight [V, D] in the layout in which oneDNN multiplies."""
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
     return packed
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return [.., V], x [.., D] @ weight.T + bias, for a packed weight [V, D]."""
+    """Return [.., V], x [.., D] @ weight.T + bias, for a packed weight [V, D] and a bias [V]."""
     # In bf16 one row is read as two, which costs as much as one. Alone it would take another kernel and get other bits.
     is_paired = weight.dtype == torch.bfloat16 and _is_one_row(x)
     rows = x
     if is_paired:
         rows = x.reshape(1, -1).expand(2, -1).contiguous()
+    # "none" is the function applied to the product, without arguments or a variant
     product: Tensor = torch.ops.mkldnn._linear_pointwise.default(rows, weight, bias, "none", [], "")
     return product[:1].view(*x.shape[:-1], -1) if is_paired else product
 
 
 def _is_one_row(x: Tensor) -> bool:
+    """Return whether a tensor [.., D] holds a single row [D]."""
     return x.numel() == x.shape[-1]
 
 
@@ -119,7 +122,7 @@ def can_multiply(x: Tensor, weight: Tensor) -> bool:
 
 
 def to_plain(weight: Tensor) -> Tensor:
-    """Return the weight, or a plain copy if it is packed."""
+    """Return the weight, or a copy in torch's own layout if it is packed in oneDNN's."""
     return weight.to_dense() if weight.is_mkldnn else weight
 
 
@@ -169,10 +172,11 @@ def pack_model(model: Any, smallest: int = SMALLEST) -> int:
     # arbitrary tokens, read before and after packing
     tokens = torch.arange(1, 5)[None] % head.weight.shape[0]
     expected = model(input_ids=tokens, use_cache=False).logits
-    uses = Counter[int]()
+    uses = Counter[int]()  # by the id of a weight, the modules that hold it
     for module in model.modules():
         uses.update(map(id, module._parameters.values()))
-    # a weight that several modules use stays plain, as others than linear layers may read it
+    # the linear layers below the LM head. A weight that several modules use stays plain, as others than linear layers
+    # may read it
     for linear in list(base_of(model).modules()):
         if can_pack(linear, smallest) and uses[id(linear.weight)] == 1:
             linear.__class__ = PackedLinear
@@ -192,12 +196,15 @@ def pack_head(head: Any, smallest: int = SMALLEST) -> Any:
     """Turn an LM head into a `PackedHead` in place, if its weight can be packed; return it in any case."""
     if can_pack(head, smallest) and has_kernels(head.weight.dtype):
         head.__class__ = PackedHead
-        head.packed = {}
+        head.packed = {}  # filled by its first forward
     return head
 
 
 def narrow_packed(target_head: TargetHead, tokens: Tensor) -> TargetHead:
-    """Return a target's head with only the rows of these tokens, which are packed if its LM head is packed."""
+    """Return a target's head with only the rows of these tokens, which are packed if its LM head is packed.
+
+    A draft head with a smaller vocabulary reads it.
+    """
     narrowed = target_head.narrow(tokens)
     if isinstance(target_head.output, PackedHead):
         pack_head(narrowed.output)
@@ -209,6 +216,7 @@ def unpack_model(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, PackedLinear):
             module.unpack()
+        # its weight is plain: the copy is dropped, and packing is off
         if isinstance(module, PackedHead) and module.packed is not None:
             module.packed = None
 
@@ -218,6 +226,7 @@ def count_packed(model: nn.Module) -> int:
     count = 0
     for module in model.modules():
         is_packed = isinstance(module, PackedLinear) and module.weight.is_mkldnn
+        # an LM head with a plain weight and a packed copy
         has_copy = isinstance(module, PackedHead) and module.packed is not None
         count += is_packed or has_copy
     return count

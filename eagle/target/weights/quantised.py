@@ -76,15 +76,20 @@ METHODS = {
 
 
 def read_quantization(path: Any, **source: Any) -> dict[str, Any] | None:
-    """Return the quantization_config of a folder's or a hub id's config.json; None without one, or without a config."""
+    """Return the quantization_config of a folder's or a hub id's config.json; None without one, or without a config.
+
+    `source` may hold the `revision` of a hub id.
+    """
     # a GGUF file's weights are dequantised; and here the whole file would be read as a config
     if is_gguf(path):
         return None
     try:
+        # the second item is arguments that are no part of the config
         config, _ = PreTrainedConfig.get_config_dict(path, revision=source.get("revision"))
     # the model's loader then says what is wrong
     except (OSError, ValueError):
         return None
+    # a model that sees may have it in its text part
     return config.get("quantization_config") or (config.get("text_config") or {}).get(
         "quantization_config"
     )
@@ -146,6 +151,7 @@ def why_not_here(quantization: dict[str, Any], device: str) -> str:
             f"is quantised by {method!r}, which transformers does not read: got weights that would be taken for plain "
             f"ones, expected one of {', '.join(sorted(AUTO_QUANTIZER_MAPPING))}: {INSTEAD}"
         )
+    # a method that is not listed needs nothing that is known here
     needs = METHODS.get(method, Requirements())
     if needs.devices and torch.device(device).type not in needs.devices:
         return (
@@ -173,7 +179,13 @@ def why_not_here(quantization: dict[str, Any], device: str) -> str:
 
 
 def warnings_of(quantization: dict[str, Any], device: str, dtype: torch.dtype) -> list[str]:
-    """Return what the user of a checkpoint should know that can be loaded, as sentences that go on after its path."""
+    """Return what the user of a checkpoint that can be loaded should know, as sentences that go on after its path.
+
+    Args:
+        quantization: its quantization_config.
+        device: where it is loaded.
+        dtype: of weights that are unpacked.
+    """
     method = method_of(quantization)
     lines = []
     name = str(dtype).removeprefix("torch.")
@@ -189,7 +201,10 @@ def warnings_of(quantization: dict[str, Any], device: str, dtype: torch.dtype) -
 
 
 def why_rows_mix(quantization: dict[str, Any] | None) -> str:
-    """Return why a quantisation makes a sequence's states depend on the others of its batch, or ""."""
+    """Return why a quantisation makes a sequence's states depend on the others of its batch, or "".
+
+    The reason goes on after the name of a checkpoint. `quantization` is a quantization_config, None for plain weights.
+    """
     if quantization is None or method_of(quantization) != "bitsandbytes_8bit":
         return ""
     threshold = quantization.get("llm_int8_threshold", 6.0)
@@ -236,6 +251,7 @@ def _dequantizes(quantization: dict[str, Any], device: str) -> bool:
     Raises:
         Exception: what its quantizer raises where the checkpoint cannot be loaded.
     """
+    # a copy, as transformers may change the dict
     quantizer = AutoHfQuantizer.from_config(copy.deepcopy(quantization), pre_quantized=True)
     quantizer.validate_environment(device_map=device_map_of(device), weights_only=True)
     return bool(getattr(quantizer.quantization_config, "dequantize", False))

@@ -25,6 +25,7 @@ class WeightMark:
 
     def __init__(self, model: Any) -> None:
         """Find the places of a model's weights and hooks, which `read` then looks at."""
+        # the dicts of parameters by name, in which a weight may be replaced
         self.owners = [module._parameters for module in model.modules() if module._parameters]
         # the first two kinds hold the hooks; the others only note which of these take keyword arguments
         self.hooks = [vars(module)[kind] for module in model.modules() for kind in HOOKS[:2]]
@@ -93,8 +94,8 @@ class ModelMark:
 
     def differences(self) -> frozenset[Entry]:
         """Return the entries whose values have changed since the model was marked; empty if it is unchanged."""
-        # these objects are alive while they are compared, so nothing keeps them
-        now = self._read([])
+        # these objects are alive while they are compared, so the list that would keep them is dropped
+        now = self._read(alive=[])
         keys = self.marked.keys() | now.keys()
         changed = (key for key in keys if self.marked.get(key) != now.get(key))
         return frozenset(changed) - self.volatile
@@ -107,6 +108,7 @@ class ModelMark:
             mark[index, "module"] = id(module)
             for name, value in _entries(module, id(module) in self.hooked):
                 mark[index, name] = _freeze(value, alive)
+        # -1 for the model's config, and -2 for its text config
         for index, config in enumerate((self.model.config, self.config)):
             for name, value in vars(config).items():
                 if name != ATTENTION_KEY:
@@ -117,7 +119,10 @@ class ModelMark:
 def _freeze(value: Any, alive: list[Any], depth: int = 0) -> Any:
     """Return a copy of a value to compare with later: containers up to DEEPEST levels, and the ids of other objects.
 
-    `alive` gets the objects whose id is returned.
+    Args:
+        value: of an attribute.
+        alive: gets the objects whose id is returned, so that no new object takes the id.
+        depth: how many containers the value is in.
     """
     if isinstance(value, PLAIN):
         return value
@@ -134,7 +139,10 @@ def _freeze(value: Any, alive: list[Any], depth: int = 0) -> Any:
 
 
 def _entries(module: Any, with_hooks: bool) -> Iterator[tuple[str, Any]]:
-    """Yield the names and values of a module to compare: attributes, modules, buffers, and hooks if asked for."""
+    """Yield the names and values of a module to compare: attributes, modules, buffers, and hooks if asked for.
+
+    A buffer's version, which grows with each write to it in place, is an entry of its own.
+    """
     for name, value in vars(module).items():
         if name not in IGNORED:
             yield name, value

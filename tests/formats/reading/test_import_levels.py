@@ -171,7 +171,7 @@ def test_every_tensor_of_a_speculator_is_read(
     assert "unknown" not in str(found)
 
     message = import_head(folder, tmp_path / "ours")
-    assert ("are left out: they are what other levels have too" in message) == tied
+    assert ("are left out: each equals another tensor" in message) == tied
 
     head = load_head(tmp_path / "ours")
     assert head.settings.levels == LEVELS
