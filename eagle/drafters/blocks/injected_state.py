@@ -213,14 +213,8 @@ class SlotLevels:
         """Return the logits [B, 1, V] of the children of all nodes of a level, which these share.
 
         One forward made them for all levels, so they do not depend on the tokens of the path: tokens, parents and tree
-        mask are unused.
-
-        Args:
-            depth: The depth of the nodes, 1 for the root's children.
-            rows: The B rows whose trees still grow, as indices of the requests.
-            tokens: Unused.
-            parents: Unused.
-            tree_mask: Unused.
+        mask are not used. `depth` is that of the nodes, 1 for the root's children. `rows` are the B rows whose trees
+        still grow, as indices of the requests.
         """
         return pick_rows(self.logits[:, depth : depth + 1], rows)
 
