@@ -170,9 +170,8 @@ class Attention(nn.Module):
         Every second query head gets twice the matrix of its key head: a token's query is then most similar to its own
         key. The projection is changed in place, through a view of its weight.
         """
-        queries = self.q_proj.weight.unflatten(
-            0, (-1, self.width)
-        )  # [heads, w of a head, input width]
+        # [query heads or key heads, width of a head, input width]
+        queries = self.q_proj.weight.unflatten(0, (-1, self.width))
         keys = self.k_proj.weight.unflatten(0, (-1, self.width))
         key_of_query = keys.repeat_interleave(len(queries) // len(keys), dim=0)
         queries[::2] = 2 * key_of_query[::2]
@@ -264,7 +263,7 @@ class Norm(LlamaRMSNorm):
     """RMSNorm that saves only its input and one number for each row for the backward pass."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x [.., H] with each row divided by its root mean square and multiplied by the weight [H]."""
+        """Return x [.., width] with each row divided by its root mean square and multiplied by the weight."""
         # without gradients torch's kernel is one launch; it does not support an input and a weight of two dtypes
         if not torch.is_grad_enabled() and x.dtype == self.weight.dtype:
             return F.rms_norm(x, self.weight.shape, self.weight, self.variance_epsilon)
@@ -310,8 +309,9 @@ class Block(nn.Module):
         return self.self_attn.k_proj(inputs[0]), self.self_attn.v_proj(inputs[0])
 
     def query_and_residual(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """Return queries [N, query heads * width of a head], not yet rotated, and the residual [N, H] at N tokens.
+        """Return queries [N, query heads * width of a head], not yet rotated, and the residual [N, hidden size].
 
+        They are those of N tokens in training.
         `inputs` are what the method of that name returned: attention's input and the residual.
         """
         return self.self_attn.q_proj(inputs[0]), inputs[1]
@@ -320,8 +320,8 @@ class Block(nn.Module):
         """Return x + MLP(norm(x)), the second half of the block.
 
         Args:
-            x: The residual plus attention's output: [B, T, H] at T tokens of B sequences, or in training [N, H] at N
-                tokens of concatenated sequences.
+            x: The residual plus attention's output: [B, T, hidden size] at T tokens of B sequences, or in training
+                [N, hidden size] at N tokens of concatenated sequences.
             cache: When drafting, the block's cache: it holds the gate and up matrices joined, for one product.
         """
         norm = self.post_attention_layernorm
@@ -331,7 +331,7 @@ class Block(nn.Module):
             return x + mlp.down_proj(F.silu(gate).mul_(up))
         if x.dim() > 2 or not torch.is_grad_enabled():
             return x + mlp(norm(x))
-        # this takes only [N, H], and saves fewer tensors for the backward pass than autograd
+        # this takes only [N, hidden size], and saves fewer tensors for the backward pass than autograd
         matrices = [mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight]
         return SwiGLUResidual.apply(x, norm.weight, norm.variance_epsilon, *matrices)
 
@@ -340,11 +340,12 @@ class NormedBlock(Block):
     """A Llama decoder block, used for all blocks of a head after the first."""
 
     def __init__(self, shape: HeadShape) -> None:
+        """Make a `Block` and the norm before its attention."""
         super().__init__(shape)
         self.input_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps)
 
     def inputs(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return attention's input, the normed state, and the residual, the state x [.., H] itself."""
+        """Return attention's input, the normed state, and the residual, the state x [.., hidden size] itself."""
         return self.input_layernorm(x), x
 
 
@@ -357,6 +358,7 @@ class TwoNormBlock(Block):
     """
 
     def __init__(self, shape: HeadShape, norm_before_residual: bool) -> None:
+        """Make a `Block` whose attention reads two states, and a norm for each of them."""
         super().__init__(shape, 2 * shape.hidden_size)
         self.input_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps)
         self.hidden_norm = Norm(shape.hidden_size, shape.rms_norm_eps)
@@ -370,20 +372,20 @@ class TwoNormBlock(Block):
         mask: Tensor | None,
         cache: Cache | None,
     ) -> Tensor:
-        """Return the block's output [B, T, H] at T tokens of B sequences; drafting calls it.
+        """Return the block's output [B, T, hidden size] at T tokens of B sequences; drafting calls it.
 
         The other arguments are those of `Attention.forward`.
 
         Args:
-            embedded: The embeddings of the tokens [B, T, H].
-            hidden: The states that the tokens are read with [B, T, H], which are also the residual.
+            embedded: The embeddings of the tokens [B, T, hidden size].
+            hidden: The states that the tokens are read with [B, T, hidden size], which are also the residual.
         """
         normed, residual = self.norm_hidden(hidden)
         pair = torch.cat([self.input_layernorm(embedded), normed], dim=-1)
         return self.add_mlp(residual + self.self_attn(pair, rotary, mask, cache), cache)
 
     def norm_hidden(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the normed states that attention reads, and the residual, [.., H] each.
+        """Return the normed states that attention reads, and the residual, [.., hidden size] each.
 
         The residual, to which attention's output is added, is `hidden` itself, or with `norm_before_residual` the
         normed states.
@@ -398,8 +400,8 @@ class TwoNormBlock(Block):
     def project_tokens(self, embedded: Tensor) -> Tensor:
         """Return the tokens' part of queries, keys and values, concatenated in this order to [N, P]; training calls it.
 
-        It is the product of the matrices' first halves with the normed embeddings [N, H] of N tokens. P is the width of
-        queries, keys and values together.
+        It is the product of the matrices' first halves with the normed embeddings of N tokens [N, hidden size]. P is
+        the width of queries, keys and values together.
         """
         attention = self.self_attn
         width = embedded.shape[-1]
@@ -411,8 +413,8 @@ class TwoNormBlock(Block):
         """Return keys, not yet rotated, and values, [N, key heads * width of a head] each, at N slots in training.
 
         Args:
-            inputs: What `project_tokens` and `norm_hidden` returned: the projected tokens [N, P], to which the states'
-                part is added here, the normed states [N, H] and the residual.
+            inputs: What `project_tokens` and `norm_hidden` returned: the projected tokens [N, ..], to which the states'
+                part is added here, the normed states [N, hidden size] and the residual.
         """
         tokens, normed, _ = inputs
         attention = self.self_attn
@@ -425,7 +427,7 @@ class TwoNormBlock(Block):
         return both[:, :key_width], both[:, key_width:]
 
     def query_and_residual(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """Return queries [N, query heads * width of a head], not yet rotated, and the residual [N, H], in training.
+        """Return queries [N, query heads * width of a head], not yet rotated, and the residual [N, hidden size].
 
         Args:
             inputs: As in `key_value`: the projected tokens, whose first columns are the queries', the normed states and

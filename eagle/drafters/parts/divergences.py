@@ -72,10 +72,10 @@ def compare_with(
 
 
 def _mask_rows(compare: Compare, known: Tensor) -> Compare:
-    """Return a comparison that is `compare`, but with a loss and a gradient of 0 where `known` [R] is false."""
+    """Return a comparison that is `compare`, but with a loss and a gradient of 0 where `known` [rows] is false."""
 
     def loss_and_grad(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the losses [R] and the gradients at the logits [R, V]."""
+        """Return the losses [rows] and the gradients at the logits [rows, V]."""
         loss, grad = compare(logits, probs)
         return loss * known, grad * known[:, None]
 
@@ -86,7 +86,7 @@ def _add_likelihood(divergence: Compare, likelihood: Compare) -> Compare:
     """Return the comparison whose loss is the sum of a divergence and a cross-entropy with tokens."""
 
     def loss_and_grad(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the losses [R] and the gradients at the logits [R, V]; both arguments may be overwritten."""
+        """Return the losses [rows] and the gradients at the logits [rows, V]; both arguments may be overwritten."""
         # first and on a copy of the probs: a likelihood overwrites probs alone, a divergence the logits too
         token_loss, token_grad = likelihood(logits, probs.clone())
         loss, grad = divergence(logits, probs)
@@ -107,7 +107,7 @@ def _likelihood(tokens: Tensor, weight: float) -> Compare:
     """
 
     def loss_and_grad(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the loss [R], -log q of the tokens, and its gradient at the logits [R, V], written over the probs."""
+        """Return -log q of the tokens [rows] and its gradient at the logits [rows, V], written over the probs."""
         # With logits z and the student's probs q, log q = z - log sum e^z. The sum follows from the likeliest token,
         # whose z and q are both known: log sum e^z = max z - log max q.
         log_normalizer = logits.amax(-1, keepdim=True) - probs.amax(-1, keepdim=True).log()
@@ -122,7 +122,7 @@ def _likelihood(tokens: Tensor, weight: float) -> Compare:
 
 
 def _cross_entropy(target_probs: Tensor, objective: Objective) -> Compare:
-    """Return the comparison by cross-entropy with the target's probs [R, V], whose likeliest tokens may weigh more.
+    """Return the comparison by cross-entropy with the target's probs [rows, V], whose likeliest tokens may weigh more.
 
     With `objective.top` the loss has, in addition, the cross-entropy terms of the `top_k` likeliest tokens (HASS).
     """
@@ -130,7 +130,7 @@ def _cross_entropy(target_probs: Tensor, objective: Objective) -> Compare:
     # loss = sum(w p) logsumexp(z) - sum(w p z), gradient = sum(w p) q - w p.
     weight = objective.weight
     weighted = target_probs if weight == 1 else weight * target_probs
-    mass: Any = weight  # sum(w p), a number if all tokens weigh the same, else [R]
+    mass: Any = weight  # sum(w p), a number if all tokens weigh the same, else [rows]
     if objective.top:
         best = target_probs.topk(min(objective.top_k, target_probs.shape[-1]))
         extra = objective.top * best.values
@@ -141,7 +141,7 @@ def _cross_entropy(target_probs: Tensor, objective: Objective) -> Compare:
         mass = mass + extra.sum(-1)
 
     def loss_and_grad(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the loss [R] and the gradient at the logits [R, V]; both arguments are overwritten."""
+        """Return the loss [rows] and the gradient at the logits [rows, V]; both arguments are overwritten."""
         # logsumexp(z) from the likeliest token, as log max q = max z - logsumexp(z)
         log_normalizer = logits.amax(-1) - probs.amax(-1).log()
         loss = mass * log_normalizer - logits.mul_(weighted).sum(-1)
@@ -155,10 +155,10 @@ def _cross_entropy(target_probs: Tensor, objective: Objective) -> Compare:
 
 
 def _overlap(probs: Tensor, target_probs: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the overlap a = sum min(p, q) [R, 1], and its gradient at the student's logits [R, V], a new tensor.
+    """Return the overlap a = sum min(p, q) [rows, 1], and its gradient at the student's logits [rows, V], a new tensor.
 
-    The overlap is the probability that a sampled draft token is accepted. `probs` are the student's q [R, V],
-    `target_probs` the target's p [R, V].
+    The overlap is the probability that a sampled draft token is accepted. `probs` are the student's q [rows, V],
+    `target_probs` the target's p [rows, V].
     """
     overlap = torch.minimum(probs, target_probs).sum(-1, keepdim=True).clamp(min=TINY)
     # da/dz = q (b - sum q b), where b is 1 for tokens with q < p, as min(p, q) depends on q only there
@@ -171,7 +171,7 @@ def _total_variation(target_probs: Tensor, objective: Objective) -> Compare:
     """Return the comparison by total variation: 1 - a, where a = sum min(p, q) is the chance of acceptance."""
 
     def loss_and_grad(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the loss [R] and the gradient at the logits [R, V], from the student's probs [R, V]."""
+        """Return the loss [rows] and the gradient at the logits [rows, V], from the student's probs [rows, V]."""
         overlap, overlap_grad = _overlap(probs, target_probs)
         return objective.weight * (1 - overlap[..., 0]), overlap_grad.mul_(-objective.weight)
 
@@ -182,7 +182,7 @@ def _acceptance(target_probs: Tensor, objective: Objective) -> Compare:
     """Return the comparison by -log a, where the overlap a = sum min(p, q) is the chance of acceptance."""
 
     def loss_and_grad(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the loss [R] and the gradient at the logits [R, V], from the student's probs [R, V]."""
+        """Return the loss [rows] and the gradient at the logits [rows, V], from the student's probs [rows, V]."""
         overlap, overlap_grad = _overlap(probs, target_probs)
         # d(-log a) = -da / a
         grad = overlap_grad.mul_(-objective.weight / overlap)
@@ -199,7 +199,7 @@ def _hybrid(target_probs: Tensor, objective: Objective) -> Compare:
     """
 
     def loss_and_grad(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the loss [R] and the gradient at the logits [R, V], with l named `blend`."""
+        """Return the loss [rows] and the gradient at the logits [rows, V], with l named `blend`."""
         overlap, overlap_grad = _overlap(probs, target_probs)
         blend = (
             (-3 * overlap).exp()
@@ -219,13 +219,13 @@ def _hybrid(target_probs: Tensor, objective: Objective) -> Compare:
 def _reverse_kl(target_probs: Tensor, objective: Objective) -> Compare:
     """Return the comparison by KL(q, p), or for "jsd" by (KL(p, m) + KL(q, m)) / 2 with m = (p + q) / 2.
 
-    p are the target's probs and q the student's, [R, V] each.
+    p are the target's probs and q the student's, [rows, V] each.
     """
     is_jsd = objective.kind == "jsd"
     weight = objective.weight / 2 if is_jsd else objective.weight
 
     def loss_and_grad(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the loss [R] and the gradient at the logits [R, V]; `reference` is m, or the target's p."""
+        """Return the loss [rows] and the gradient at the logits [rows, V]; `reference` is m, or the target's p."""
         reference = (probs + target_probs).div_(2) if is_jsd else target_probs.clamp(min=TINY)
         # q log q - q log m, each by xlogy, which is 0 for q = 0, where log(q / m) may be undefined
         terms = torch.xlogy(probs, probs) - torch.xlogy(probs, reference)
@@ -244,7 +244,7 @@ def _reverse_kl(target_probs: Tensor, objective: Objective) -> Compare:
 
 
 def _likeliest(target_probs: Tensor, objective: Objective) -> Compare:
-    """Return the comparison by cross-entropy with the likeliest token in each row of the teacher's probs [R, V]."""
+    """Return the comparison by cross-entropy with the likeliest token in each row of the teacher's probs [rows, V]."""
     return _likelihood(target_probs.argmax(-1, keepdim=True), objective.weight)
 
 

@@ -378,7 +378,7 @@ class _GrowingTrees:
         self.device = device
         self.budget = requests[0].budget
         self.depth = max(request.budget.depth for request in requests)
-        self.tokens: list[Tensor] = []  # [B, candidates or nodes] of each level
+        self.tokens: list[Tensor] = []  # of each level, [rows, candidates or nodes]
 
     def may_have_children(self, depth: int) -> Tensor | None:
         """Return which nodes may have children: those where the drafter's confidence reaches the budget's minimum.
@@ -422,7 +422,10 @@ class _DynamicTrees(_GrowingTrees):
     """
 
     def __init__(self, **group: Any) -> None:
-        """Begin at the roots; the arguments are those of `_GrowingTrees`."""
+        """Begin at the roots of B trees; the arguments are those of `_GrowingTrees`.
+
+        In the shapes below a level has C candidates, of which K nodes are read, R in all levels so far.
+        """
         super().__init__(**group)
         self.width = min(self.budget.top_k, self.budget.nodes)
         self.parents: list[Tensor] = []  # of each level [B, K], of C / K candidates each
@@ -468,7 +471,7 @@ class _DynamicTrees(_GrowingTrees):
             rows: The rows whose trees have ended, as indices in the group.
             levels: The number of levels that these trees have.
         """
-        # [B, 3, N]: token, parent's number and likelihood of each node
+        # [rows, 3, nodes]: token, parent's number and likelihood of each node
         columns = _keep_likeliest(
             _join_levels(self.tokens, rows),
             _join_levels(self.parents, rows),
@@ -554,7 +557,7 @@ class _FixedTrees(_GrowingTrees):
     """Trees of a fixed shape; only nodes that have children are read."""
 
     def __init__(self, **group: Any) -> None:
-        """Begin at the roots; the arguments are those of `_GrowingTrees`."""
+        """Begin at the roots of B trees; the arguments are those of `_GrowingTrees`."""
         super().__init__(**group)
         assert self.budget.paths is not None
         self.plans, self.parents = plan_levels(self.budget.paths, self.depth, self.device)

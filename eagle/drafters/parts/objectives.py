@@ -45,7 +45,7 @@ class LanguageHead(Protocol):
     """
 
     @property
-    def weight(self) -> Tensor: ...  # [V, D]
+    def weight(self) -> Tensor: ...  # [V, width]
 
     # logits [.., V] of hidden states [.., D]
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor: ...
@@ -69,7 +69,7 @@ class OwnHead:
     bias: Tensor | None = None
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return logits [.., V] of states [.., D], written to `out` where a buffer is passed."""
+        """Return logits [.., V] of states [.., width], written to `out` where a buffer is passed."""
         logits = torch.matmul(hidden.to(self.weight.dtype), self.weight.T, out=out)
         return logits if self.bias is None else logits.add_(self.bias)
 
@@ -77,7 +77,7 @@ class OwnHead:
         """Return None: the head is linear, so `pull_back` needs nothing but the gradient."""
 
     def pull_back(self, gradient: Tensor, slope: Tensor | None) -> Tensor:
-        """Return the gradient at hidden states [.., D] from the gradient [.., V] at their logits; `slope` is None."""
+        """Return the gradient at states [.., width] from the gradient [.., V] at their logits; `slope` is None."""
         return gradient.to(self.weight.dtype) @ self.weight
 
     def cast(self, dtype: torch.dtype) -> OwnHead:
@@ -97,7 +97,7 @@ class BiasedHead:
     weight: Tensor  # [V, r], trained
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return logits [.., V] of states and codes, concatenated to [.., D + r] (r: the rank of the bias).
+        """Return logits [.., V] of states and codes, concatenated to [.., width + r] (r: the rank of the bias).
 
         They are written to `out` where a buffer [.., V] is passed.
         """
@@ -112,11 +112,11 @@ class BiasedHead:
 
         Args:
             logits: [.., V], with the bias.
-            hidden: [.., D + r], the states and codes that the logits were made of.
+            hidden: [.., width + rank], the states and codes that the logits were made of.
 
         Returns:
-            None if that head is linear; the states [.., D] if it transforms them before its matrix; else the derivative
-            [.., V] of the target's logits by the values before their softcap.
+            None if that head is linear; the states [.., width] if it transforms them before its matrix; else the
+            derivative [.., V] of the target's logits by the values before their softcap.
         """
         if self.target_head.is_linear:
             return None
@@ -125,7 +125,7 @@ class BiasedHead:
         return self.target_head.slope(logits - code @ self.weight.T, state)
 
     def pull_back(self, gradient: Tensor, slope: Tensor | None) -> Tensor:
-        """Return the gradient at states and codes [.., D + r] from the gradient [.., V] at the logits.
+        """Return the gradient at states and codes [.., width + rank] from the gradient [.., V] at the logits.
 
         `slope` is what the method of that name returned.
         """
@@ -140,7 +140,7 @@ class BiasedHead:
         return BiasedHead(self.target_head.cast(dtype), self.weight.to(dtype))
 
     def _split(self, hidden: Tensor) -> tuple[Tensor, ...]:
-        """Split [.., D + r] into states [.., D], which the target's head reads, and codes [.., r] of the bias."""
+        """Split `hidden` into states [.., width], which the target's head reads, and codes [.., rank] of the bias."""
         width = hidden.shape[-1] - self.weight.shape[1]
         return hidden.tensor_split([width], dim=-1)
 
@@ -163,7 +163,7 @@ def choose_teacher(
 ) -> tuple[Tensor, LanguageHead | None, Objective]:
     """Return what a head learns to predict two tokens after each slot, as arguments of `distillation_loss`.
 
-    A slot i has the target's state of token i and token i + 1; the head predicts token i + 2 there.
+    A slot i has the target's state of token i and token i + 1; the head predicts token i + 2 there. S slots are taught.
 
     Args:
         loss: With "tokens" the teacher is the sequence's own token, otherwise the target's probs.
@@ -172,14 +172,14 @@ def choose_teacher(
         target_head: The target's LM head.
 
     Returns:
-        The teacher, tokens [S] or the target's states [S, D]; the LM head that maps the states to logits, None for
+        The teacher, tokens [S] or the target's states [S, width]; the LM head that maps the states to logits, None for
         tokens; and the divergence from the teacher.
     """
     # the default divergence is the cross-entropy, the only one from tokens
     if loss == "tokens":
         return batch.tokens.index_select(0, slot_indices + 2), None, Objective()
     # the target predicts token i + 2 from its state at token i + 1
-    # tap -1 is the input of the target's LM head: [all tokens, D]
+    # tap -1 is the input of the target's LM head: [all tokens, width]
     target_hidden = batch.select_taps((-1,))[:, 0]
     return target_hidden.index_select(0, slot_indices + 1), target_head, Objective(loss)
 
@@ -190,8 +190,8 @@ def feature_regression(predicted: Tensor, target_hidden: Tensor, weights: Tensor
     It is a mean over the width and a weighted sum over steps and slots.
 
     Args:
-        predicted: The head's states [K, S, D] of K draft steps at S slots.
-        target_hidden: The target's states [S, D] that they should equal, the same for all steps.
+        predicted: The head's states [K, S, width] of K draft steps at S slots.
+        target_hidden: The target's states [S, width] that they should equal, the same for all steps.
         weights: The weight of each slot in each step [K, S].
     """
     # half precision is too coarse for the loss
@@ -245,14 +245,14 @@ def reached_steps(places: Tensor, steps: int, in_draft_vocab: Tensor | None = No
 
 
 def align_steps(states: Iterable[Tensor]) -> Tensor:
-    """Return the states of K draft steps [K, S, D], shifted so that a row of all steps predicts the same token.
+    """Return the states of K draft steps [K, S, width], shifted so that a row of all steps predicts the same token.
 
     In step s a draft predicts s tokens further, so row r of step s gets the state of the draft that began s slots
     earlier. All steps then share the teacher's logits. Rows without such a draft are zeros; the weights of
     `reached_steps` are 0 there.
 
     Args:
-        states: The states [S, D] of each step, a row for each of the S supervised slots, at which a draft begins.
+        states: The states [S, width] of each step, a row for each of the S supervised slots, at which a draft begins.
     """
     aligned = []
     for step, state in enumerate(states):
@@ -282,7 +282,7 @@ def distillation_loss(
     Args:
         student: The inputs of the student's LM heads [K, S, width], as `align_steps` shifts them: row s of all steps
             predicts the same token.
-        teacher: The inputs of the teacher's LM head [S, D], or the tokens [S] to predict if the teacher has no head.
+        teacher: The inputs of the teacher's LM head [S, width], or the tokens [S] to predict if it has no head.
         weights: The weight of each row in each step [K, S].
         heads: The student's LM heads, one for all steps or one for each; and the teacher's, None for tokens.
         objective: The divergence; None for the cross-entropy.
@@ -302,7 +302,7 @@ def distillation_loss(
     # the heads of a group are read together because they share the teacher's logits; without a teacher's head there are
     # none to share, so each head is a group, and the logits of only one are in memory
     groups = [students] if teacher_head is not None else [[head] for head in students]
-    # one head for all steps gets all of them in one group; with a head for each step, a group has its heads' steps
+    # a single group has all steps; several groups have one step and its head each
     totals = []
     step_losses = []
     by_group = zip(groups, student.chunk(len(groups)), weights.chunk(len(groups)), strict=True)
@@ -352,7 +352,7 @@ class _Distilled(torch.autograd.Function):
         Args:
             ctx: Gets the gradients, for `backward`.
             student: The inputs of the student's LM heads [K, S, width], at S slots in each of K draft steps.
-            teacher: The inputs of the teacher's LM head [S, D], or tokens [S].
+            teacher: The inputs of the teacher's LM head [S, width], or tokens [S].
             weights: The weight of each slot in each step [K, S].
             settings: The heads, the objective and the sequences' tokens.
             trained: The matrices of the student's heads, then their biases (None for a head without one).
@@ -430,7 +430,7 @@ class _ChunkDistiller:
         self.grad_biases = grads[len(settings.students) :]
         # allocated once, for the largest chunk: fresh tensors would leave the logits of two chunks in memory at a time
         rows = max((chunk.stop - chunk.start for chunk in chunks), default=0)
-        # [V, D]; the other students' have the same size and precision
+        # [V, width]; the other students' have the same size and precision
         weight = settings.students[0].weight
         self.logits = weight.new_empty(rows * steps, len(weight))
         self.target_logits: Tensor | None = None
@@ -454,18 +454,18 @@ class _ChunkDistiller:
 
         Args:
             rows: The chunk's rows among all rows, the supervised slots.
-            student: The inputs of the student's LM heads at these rows [K, R, D].
-            teacher: The inputs of the teacher's LM head [R, D], or the tokens [R] if the teacher has no head.
+            student: The inputs of the student's LM heads at these rows [K, R, width].
+            teacher: The inputs of the teacher's LM head [R, width], or the tokens [R] if the teacher has no head.
             weights: The weight of each row in each step [K, R].
 
         Returns:
-            The losses [K], and the gradient at `student` [K, R, D].
+            The losses [K], and the gradient at `student` [K, R, width].
         """
         heads = self.settings.students
         steps, count, _ = student.shape
         if self.settings.teacher_head is not None and self.target_logits is not None:
             teacher = self.settings.teacher_head.logits(teacher, out=self.target_logits[:count])
-        # [K * R, D], as a product of a three-dimensional tensor would copy the matrix
+        # [K * R, width], as a product of a three-dimensional tensor would copy the matrix
         hidden = student.flatten(0, 1).to(heads[0].weight.dtype)
         hidden_by_head = hidden.chunk(len(heads))
         buffers = self.logits[: len(hidden)].chunk(len(heads))
@@ -499,12 +499,12 @@ class _ChunkDistiller:
         grad_logits: Sequence[Tensor],
         slopes: Sequence[Tensor | None],
     ) -> Tensor:
-        """Return the gradient at states [K * R, D], and add the chunk's gradients of matrices and biases to the sums.
+        """Return the gradient at states [K * R, width], and add those of matrices and biases to the sums, in place.
 
         The first dimension has the chunk's R rows of each of K draft steps, one step after the other.
 
         Args:
-            hidden: The inputs of the LM heads [K * R, D].
+            hidden: The inputs of the LM heads [K * R, width].
             weights: The loss weight of each row [K * R, 1], which `grad_logits` do not have yet.
             grad_logits: The gradient at the logits of each head, [rows of the head's steps, V].
             slopes: What each head's `slope` returned.
@@ -587,12 +587,12 @@ def _chunks(
 ) -> list[slice]:
     """Split the rows, the supervised slots, into chunks, so that the logits of a chunk in all steps fit in memory.
 
-    Returns slices of at least so many rows that matrix products are efficient.
+    All chunks but the last have enough rows for efficient matrix products, even if their logits take more memory.
 
     Args:
         count: The number of all rows.
         steps: The number of draft steps.
-        weight: [V, D], of a student's head.
+        weight: [V, width], of a student's head.
         heads: The number of the student's heads.
         learned: Whether the heads' matrices are trained.
     """

@@ -26,7 +26,7 @@ class _Rotated(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-        """Return heads [N, heads, w] of N tokens, rotated by the angles in the tables [N, w]."""
+        """Return heads [N, heads, width] of N tokens, rotated by the angles in the tables [N, width]."""
         ctx.save_for_backward(cosine, sine)
         return _turn(heads, cosine, sine)
 
@@ -68,7 +68,7 @@ def rotate_heads(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def _inverse(x: Tensor, eps: float) -> Tensor:
-    """Return RMSNorm's factor 1 / sqrt(mean(x^2) + eps) [.., 1] of each row of x [.., H], in fp32 or better."""
+    """Return RMSNorm's factor 1 / sqrt(mean(x^2) + eps) [.., 1] of each row of x [.., width], in fp32 or better."""
     wide = torch.promote_types(x.dtype, torch.float32)
     size = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
     return size.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
@@ -100,7 +100,7 @@ class RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Return x [.., H] with each row normed and multiplied by the weight [H]."""
+        """Return x [.., hidden size] with each row normed and multiplied by the weight [hidden size]."""
         inverse = _inverse(x, eps)
         ctx.save_for_backward(x, weight, inverse)
         return (x * inverse).mul_(weight).to(x.dtype)
@@ -127,9 +127,9 @@ class SwiGLUResidual(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, gain: Tensor, eps: float, w_gate: Tensor, w_up: Tensor, w_down: Tensor
     ) -> Tensor:
-        """Return y [N, H] from the states x [N, H] of N tokens.
+        """Return y [N, hidden size] from the states x [N, hidden size] of N tokens.
 
-        `gain` [H] and `eps` are the norm's; the other arguments are the matrices of gate, up and down projection.
+        `gain` [hidden size] and `eps` are the norm's; the others are the matrices of gate, up and down projection.
         """
         inverse = _inverse(x, eps)
         normed = (x * inverse).mul_(gain).to(x.dtype)
@@ -140,7 +140,7 @@ class SwiGLUResidual(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients at x, the gain and the three matrices, from that at y [N, H]; eps gets None."""
+        """Return the gradients at x, the gain and the three matrices, from that at y; eps gets None."""
         x, gain, inverse, gate, up, *matrices = ctx.saved_tensors
         dtype = gate.dtype
         # in the precision that the forward pass used: autocast had cast the fp32 matrices
