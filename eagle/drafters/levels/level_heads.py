@@ -217,12 +217,12 @@ class LevelHeads(TrainableDrafter):
         return reached_steps(slot_indices, self.levels) * shares[:, None]
 
     def level_states(self, batch: Batch, target_head: TargetHead) -> tuple[Tensor, list[Tensor]]:
-        """Return the index of each supervised slot among all tokens [S], and each level's LM head inputs [S, width]."""
+        """Return the token index of each of S supervised slots [S], and each level's LM head inputs [S, width]."""
         slot_indices, states = self.read_levels(batch, target_head)
         return slot_indices, [self.hidden(level, state) for level, state in enumerate(states)]
 
     def read_levels(self, batch: Batch, target_head: TargetHead) -> tuple[Tensor, list[Tensor]]:
-        """Return the index of each supervised slot among all tokens [S], and each level's states there [S, width].
+        """Return the token index of each of S supervised slots [S], and each level's states there [S, width].
 
         Slot i reads the target's state of token i. Level 0 also reads token i + 1 and predicts token i + 2.
         """

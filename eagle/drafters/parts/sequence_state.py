@@ -378,8 +378,8 @@ def split_ragged(counts: Mapping[int, int]) -> Iterator[list[int]]:
     Args:
         counts: The number of new tokens of each row.
     """
-    group: set[int] = set()
-    shortest = 0
+    group: set[int] = set()  # the rows of the next forward
+    shortest = 0  # the number of tokens of its shortest row
     for row in sorted(counts, key=counts.__getitem__):
         count = counts[row]
         is_uneven = count > max(2 * shortest, SHORT_ROW_TOKENS)

@@ -626,7 +626,7 @@ def attention_probs(query: Tensor, key: Tensor, extra_scores: Tensor, mask: Tens
         query: [h, n, w], with h query heads of width w, scaled by 1 / sqrt(w).
         key: [k, m, w], with k key heads.
         extra_scores: [h, n, e], the scores of each row with keys that only it sees.
-        mask: [n, ..], the additive mask of the last of the m columns.
+        mask: [n, ..], the additive mask of the last of the m columns; all rows see those before.
     """
     queries = group_by_key(query, key)
     columns = key.shape[1]

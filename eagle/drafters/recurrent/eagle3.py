@@ -68,7 +68,7 @@ class Eagle3(FusedHead):
         distillation loss of each step.
         """
         settings = self.settings
-        # the head's states at the supervised slots, for each step, and the slots' token indices [S]
+        # the head's states at the S supervised slots, for each step, and the slots' token indices [S]
         unrolled = self.unroll(batch, target_head, settings.steps)
         in_draft_vocab = None
         if self.drafts is not None:

@@ -284,7 +284,7 @@ class Falcon(TrainableDrafter):
         drop = self._dropout(batch)
 
         def read(tokens: Tensor, hidden: Tensor) -> Tensor:
-            """Return the head's states [R, hidden size] at the slots of the blocks, from the inputs of all slots."""
+            """Return the head's states [R, hidden size] at the R slots of all blocks, from the inputs of all slots."""
             # read_text also returns keys and values, which training does not need
             entered = self.enter(target_head.embed(tokens).to(hidden.dtype), hidden, drop)
             return self.read_text(entered, tables, blocks)[0].flatten(0, 1)

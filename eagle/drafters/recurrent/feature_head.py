@@ -71,7 +71,8 @@ class FeatureHead(UnrolledDrafter):
         more_blocks = [NormedBlock(shape) for _ in range(1, shape.num_hidden_layers)]
         self.layers = nn.ModuleList([Block(shape), *more_blocks])
         self.rotary = Rotary(shape)
-        # [L], the tokens of settings.loss_vocab. They are counted anew at every start, so no file holds them.
+        # The `settings.loss_vocab` tokens whose probs the loss compares. They are counted at every start, so no file
+        # holds them.
         self.register_buffer("loss_tokens", None, persistent=False)
 
     @property

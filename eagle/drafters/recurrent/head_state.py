@@ -163,6 +163,7 @@ class HeadState(SequenceState):
             ]
             levels = Levels(self, cache_rows, hidden, cosine, sine, committed)
             first = self.head.logits(hidden, self.head.target_head)
+            # with one budget all trees are in one group
             return grow_without_roots(static_requests, first, levels, self.drafts)[0].columns
 
         # a graph is valid for one set of shapes, for these noises' filters, and as long as the cache's buffers are not
@@ -170,7 +171,7 @@ class HeadState(SequenceState):
         addresses = tuple(buffer.tensor.data_ptr() for buffer in self.cache.buffers)
         key = budget, len(requests), room, addresses, tuple(noises)
         inputs = [hidden, *self._draft_inputs(cache_rows, room, budget.depth), *level_noises]
-        # a copy, as the next replay overwrites the graph's output
+        # a copy, as the next replay overwrites the graph's output: [rows, 1 or 3, nodes]
         columns = loop(key, draft, inputs).clone()
         parents = plan_parents(budget, columns.shape[2], self.device)
         return DeviceTrees(cache_rows, columns, budget.depth, parents)

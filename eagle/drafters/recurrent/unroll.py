@@ -161,7 +161,7 @@ class UnrolledDrafter(CompiledParts, ReducedVocab, TrainableDrafter):
         features = add_noise(batch.select_taps(self.taps)[slots].to(dtype))
         tokens = self.project_tokens(
             target_head.embed(batch.tokens).to(dtype)
-        )  # [N, P], for all steps
+        )  # of all tokens of the batch, for all steps
         tables_at = position_tables(self.rotary, features, max(batch.lengths, default=0) + steps)
         # slot i reads token i + 1 with the target's states of token i
         inputs = self.block_inputs(tokens.index_select(0, slots + 1), self.fuse_taps(features))
