@@ -47,6 +47,7 @@ class Blockwise(LevelHeads):
     network_keys = ("levels",)
 
     def __init__(self, settings: BlockwiseSettings, shape: HeadShape) -> None:
+        """Make two matrices for all levels: up to the hidden units, and down to the levels' changes of the state."""
         super().__init__(settings, shape)
         # one matrix product makes the hidden units of all levels
         inner = settings.levels * (settings.inner_dim or shape.intermediate_size)
@@ -54,16 +55,20 @@ class Blockwise(LevelHeads):
         self.down = nn.Linear(inner, settings.levels * shape.hidden_size)
 
     def start(self, target_head: TargetHead | None) -> None:
-        """Let every level predict the target's next token at first: no level changes the state."""
+        """Let every level predict the target's next token at first: no level changes the state.
+
+        `target_head` is not used, as the levels have no LM head of their own.
+        """
         nn.init.zeros_(self.down.weight)
         nn.init.zeros_(self.down.bias)
 
     def read_token(
         self, level: int, state: Tensor, tokens: Tensor, target_head: TargetHead
     ) -> Tensor:
-        """Return the states of all levels, concatenated to [.., K * H], from the target's state [.., H].
+        """Return the states of all K levels, concatenated to [.., K * H] (H: the hidden size).
 
-        Level 0 makes those of all levels, so later levels return the state that they get. No level reads a token.
+        Level 0 makes them from the target's state [.., H]; later levels return what they get. No level reads a token,
+        so the last two arguments are not used.
         """
         if level:
             return state
@@ -72,7 +77,7 @@ class Blockwise(LevelHeads):
         return (state[..., None, :] + changes).flatten(-2)
 
     def hidden(self, level: int, state: Tensor) -> Tensor:
-        """Return the state [.., H] of one level from the states of all levels [.., K * H]."""
+        """Return the state [.., width] that a level's LM head reads, from those of all levels [.., levels * width]."""
         return state.unflatten(-1, (self.levels, -1))[..., level, :]
 
     def lm_heads(self, target_head: TargetHead) -> Sequence[LanguageHead]:
@@ -82,18 +87,21 @@ class Blockwise(LevelHeads):
     def forward(self, batch: Batch, target_head: TargetHead) -> dict[str, Tensor]:
         """Return the loss of all levels; with `drawn`, in training, the loss of one sampled level times their number.
 
-        Both are the same in expectation, and one level is less work.
+        Both are the same in expectation, and one level is less work. "total" is minimised, the losses of the levels are
+        logged.
         """
         if not (self.settings.drawn and self.training):
             return super().forward(batch, target_head)
         # from the host's random generator, which training seeds in every step
         level = int(torch.randint(self.levels, (), device="cpu"))
+        # the index of each of S supervised slots among all tokens, and the states [S, hidden size] of every level there
         slot_indices, hidden = self.level_states(batch, target_head)
-        # all tensors of one level: [1, S] and [1, S, H]
+        # all tensors of one level: [1, S] and [1, S, hidden size]
         weights = self.levels * self.slot_weights(batch, slot_indices)[level : level + 1]
         teacher, teacher_head, objective = choose_teacher(
             self.settings.loss, batch, slot_indices, target_head
         )
+        # `align_steps` shifts level d by d slots, so it gets the levels before too
         student = align_steps(hidden[: level + 1])[level:]
         heads = target_head, teacher_head
         total, level_losses = distillation_loss(

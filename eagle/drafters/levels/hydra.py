@@ -61,13 +61,14 @@ class Gated(nn.Linear):
     """
 
     def __init__(self, input_width: int, width: int) -> None:
+        """Make W and b, both zero, and where the widths differ R and r."""
         super().__init__(input_width, width)
         nn.init.zeros_(self.weight)
         nn.init.zeros_(self.bias)
         self.residual = nn.Identity() if input_width == width else nn.Linear(input_width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return [.., width]."""
+        """Return x + silu(Wx + b), or Rx + r + silu(Wx + b), [.., width], from x [.., input width]."""
         return self.residual(x) + F.silu(super().forward(x))
 
 
@@ -86,7 +87,9 @@ class Hydra(LevelHeads):
     layers: Any  # of the prefix
 
     def __init__(self, settings: HydraSettings, shape: HeadShape) -> None:
+        """Make blocks and an LM head for each level, and with `prefix` a Llama block, its norm and rotary tables."""
         super().__init__(settings, shape)
+        # a list of one or no block
         self.layers = nn.ModuleList([NormedBlock(shape) for _ in range(int(settings.prefix))])
         if settings.prefix:
             self.norm = Norm(shape.hidden_size, shape.rms_norm_eps)
@@ -105,11 +108,15 @@ class Hydra(LevelHeads):
 
     @classmethod
     def context_taps(cls, settings: HydraSettings, target_config: Any) -> tuple[int, ...]:
-        """Return the taps that training reads at every position: the head's with a prefix block, else none."""
+        """Return the taps (the target's layers) whose states training reads at every position.
+
+        They are the head's with a prefix block, which attends to the whole sequence. Without one there are none: levels
+        read a state only where a supervised token is predicted.
+        """
         return cls.taps if settings.prefix else ()
 
     def start(self, target_head: TargetHead | None) -> None:
-        """Let the LM heads start as the target's."""
+        """Let the LM heads start as the target's; without `target_head` only their biases are set, to zero."""
         for lm_head in self.heads:
             nn.init.zeros_(lm_head.bias)
             if target_head is not None:
@@ -118,7 +125,15 @@ class Hydra(LevelHeads):
     def read_token(
         self, level: int, state: Tensor, tokens: Tensor, target_head: TargetHead
     ) -> Tensor:
-        """Return a level's state [.., (level + 2) H]: that of the level before with the embedding of one more token."""
+        """Return a level's state [.., (level + 2) * H]: that of the level before and one more token's embedding.
+
+        Args:
+            level: The level, counted from 0.
+            state: The state of the level before [.., (level + 1) * H], for level 0 the start state [.., H]; H is the
+                hidden size.
+            tokens: [..], the token after each of these.
+            target_head: The target's embedding.
+        """
         return torch.cat([state, target_head.embed(tokens).to(state.dtype)], dim=-1)
 
     def hidden(
@@ -127,7 +142,13 @@ class Hydra(LevelHeads):
         state: Tensor,
         drop: Callable[[Tensor], Tensor] = lambda state: state,
     ) -> Tensor:
-        """Return the output [.., H] of a level's blocks; `drop` is the dropout before each block, by default none."""
+        """Return the output [.., H] of a level's blocks, which its LM head reads (H: the hidden size).
+
+        Args:
+            level: The level, counted from 0.
+            state: The level's state [.., (level + 2) * H].
+            drop: The dropout before each block; by default none.
+        """
         for block in self.blocks[level]:
             state = block(drop(state))
         return state
@@ -139,8 +160,13 @@ class Hydra(LevelHeads):
     # -- training -----------------------------------------------------------------------------------------------------
 
     def forward(self, batch: Batch, target_head: TargetHead) -> dict[str, Tensor]:
-        """Return the distillation loss of all levels, plus the regression loss if it has a weight."""
+        """Return the distillation loss of all levels, plus the regression loss if it has a weight.
+
+        "total" is minimised; the distillation loss of each level and the regression are logged.
+        """
         settings = self.settings
+        # the index of each of S supervised slots among all tokens, and each level's states there: those of the target
+        # and the embeddings of level + 1 tokens, concatenated
         slot_indices, states = self.read_levels(batch, target_head)
         slot_counts = [int(mask.sum()) for mask in batch.masks]  # supervised slots of each sequence
         dropout = settings.dropout if self.training else 0.0
@@ -159,12 +185,14 @@ class Hydra(LevelHeads):
         return losses
 
     def start_states(self, batch: Batch, slot_indices: Tensor) -> Tensor:
-        """Return the states [S, H] from which level 0 begins, at all supervised slots.
+        """Return the states [S, H] from which level 0 begins, at all S supervised slots (H: the hidden size).
 
-        They are the target's, or with a prefix the prefix block's output.
+        They are the target's, or with a prefix the prefix block's normed output. `slot_indices` [S] are the slots'
+        indices among all tokens.
         """
         if not self.layers:
             return super().start_states(batch, slot_indices)
+        # indices among tokens and positions of all N slots [N], and which of them are supervised
         slots, positions, spans = sequence_positions(batch, slot_indices.device)
         states = batch.select_taps(self.taps)[:, 0].index_select(0, slots).to(self.dtype)  # [N, H]
         tables_at = position_tables(self.rotary, states, max(batch.lengths, default=0))
@@ -182,11 +210,11 @@ class Hydra(LevelHeads):
     # -- drafting -----------------------------------------------------------------------------------------------------
 
     def open(self) -> Any:
-        """Return the state for several sequences drafted in a batch."""
+        """Return the state for several sequences drafted in a batch; only the prefix block has a KV cache."""
         return PrefixState(self) if self.layers else super().open()
 
     def fuse_taps(self, features: Tensor) -> Tensor:
-        """Return the state [N, H] of the head's single tap from features [N, 1, H]."""
+        """Return the state [.., width] that the head reads from the target's features [.., 1, width], of one tap."""
         return features[..., 0, :]
 
     def read(
@@ -198,9 +226,10 @@ class Hydra(LevelHeads):
         caches: Sequence[Cache | None],
         target_head: TargetHead,
     ) -> Tensor:
-        """Return the prefix block's normed output [B, T, H] from the target's states [B, T, H].
+        """Return the prefix block's normed output [B, T, H] at T new tokens of each of B sequences.
 
-        The arguments are those of `eagle.drafters.parts.sequence_state.SequenceHead.read`.
+        It reads the target's states `hidden` [B, T, H], H the hidden size, and no tokens. The arguments are those of
+        `eagle.drafters.parts.sequence_state.SequenceHead.read`.
         """
         # only the levels read tokens
         for block, cache in zip(self.layers, caches, strict=True):
@@ -209,13 +238,17 @@ class Hydra(LevelHeads):
         return normed
 
     def kept_bytes(self, tokens: int, column: ColumnBytes) -> int:
-        """Return the bytes of the prefix block's keys and values for `tokens` tokens, 0 without a prefix."""
+        """Return the bytes of the prefix block's keys and values for a sequence of `tokens` tokens, 0 without it.
+
+        `column` is not used: the bytes that a token takes in the target.
+        """
         return sequence_bytes(self.layers, tokens)
 
     def probe(self, context: int, rows: int, scored: int) -> Callable[[], Any]:
         """Return a function whose seconds are measured: one level, the first one with the prefix block's forward.
 
-        The prefix block reads `rows` tokens after `context` cached tokens. `scored` are the nodes of the level.
+        The prefix block reads `rows` tokens after `context` cached tokens. `scored` is the number of the level's nodes.
+        Decoding forecasts the cost of drafts from such seconds.
         """
         level = super().probe(context, rows, scored)
         # if all rows are scored it is a later level, and the prefix runs once a draft, before the first level
@@ -236,6 +269,11 @@ class PrefixState(SequenceState):
         updates: Mapping[int, Committed],
         budgets: Mapping[int, Budget],
     ) -> dict[int, DraftTree]:
-        """Return a draft tree for each row, from the prefix block's state after its last committed token."""
+        """Return a draft tree for each row (sequence), from the prefix block's state at its last committed token.
+
+        Args:
+            updates: By row the tokens that were committed since its last draft, which the prefix block reads first.
+            budgets: By row the size of its tree.
+        """
         rows, requests, states = self.read_updates(updates, budgets)
         return dict(zip(rows, grow_levels(self.head, requests, states), strict=True))

@@ -64,7 +64,10 @@ class LevelHeads(TrainableDrafter):
 
     @classmethod
     def context_taps(cls, settings: Any, target_config: Any) -> tuple[int, ...]:
-        """Return no taps: training reads the target's state only where a supervised token is predicted."""
+        """Return no taps, as training reads the target's states at no other positions than supervised slots.
+
+        Taps, the target's layers whose inputs are stored, would be stored for every position if they were named here.
+        """
         return ()
 
     @classmethod
@@ -75,7 +78,7 @@ class LevelHeads(TrainableDrafter):
         target_head: TargetHead | None = None,
         supervised: Iterable[Tensor] | None = None,
     ) -> Any:
-        """Return new heads with the target's width, as `start` initialises them."""
+        """Return new heads with the target's width, as `start` initialises them; `supervised` is not used."""
         head = cls(settings, head_shape(target_config))
         head.start(target_head)
         return head
@@ -99,7 +102,7 @@ class LevelHeads(TrainableDrafter):
 
     @property
     def parts(self) -> Parts:
-        """Its levels alone."""
+        """What `eagle doctor` checks of the weights after a conversion: only the number of levels."""
         return Parts(levels=self.levels)
 
     @property
@@ -110,26 +113,32 @@ class LevelHeads(TrainableDrafter):
     def read_token(
         self, level: int, state: Tensor, tokens: Tensor, target_head: TargetHead
     ) -> Tensor:
-        """Return the state of a level from that of the level before [.., D] and the tokens [..] after it.
+        """Return the state of a level from that of the level before and the next token.
 
-        Independent levels ignore the tokens, and by default return the state that they get.
+        Independent levels ignore the tokens; by default the state that they get is returned.
+
+        Args:
+            level: The level, counted from 0.
+            state: The state [.., width] of the level before, for level 0 the one from `start_states`.
+            tokens: [..], the tokens after these states; level 0 reads the root.
+            target_head: The target's embedding.
         """
         return state
 
     @abstractmethod
     def hidden(self, level: int, state: Tensor) -> Tensor:
-        """Return the input [.., D] of a level's LM head from the level's state."""
+        """Return the input [.., width] of a level's LM head from the level's state, which `read_token` returned."""
 
     @abstractmethod
     def lm_heads(self, target_head: TargetHead) -> Sequence[LanguageHead]:
         """Return one LM head for all levels, or one for each."""
 
     def level_logits(self, level: int, state: Tensor, target_head: TargetHead) -> Tensor:
-        """Return a level's logits [.., V] from the level's state."""
+        """Return a level's logits [.., V] over all tokens from the level's state, which `read_token` returned."""
         return self.head_of(level, target_head).logits(self.hidden(level, state))
 
     def head_of(self, level: int, target_head: TargetHead) -> LanguageHead:
-        """Return the LM head of a level."""
+        """Return the LM head of a level; it may be shared by all levels."""
         heads = self.lm_heads(target_head)
         return heads[level if len(heads) > 1 else 0]
 
@@ -143,8 +152,10 @@ class LevelHeads(TrainableDrafter):
     def forward(self, batch: Batch, target_head: TargetHead) -> dict[str, Tensor]:
         """Return the distillation loss over all levels.
 
-        A slot counts in a level if a draft that began that many slots earlier reaches it.
+        A slot i has the target's state of token i; level 0 predicts token i + 2 there. It counts in level d if a draft
+        that began d slots earlier reaches it. "total" is minimised, the losses of the levels are logged.
         """
+        # slot indices and the levels' LM head inputs
         return self.distill(batch, target_head, *self.level_states(batch, target_head))
 
     def distill(
@@ -159,10 +170,11 @@ class LevelHeads(TrainableDrafter):
         Args:
             batch: The sequences, with the target's states.
             target_head: The target's LM head.
-            slot_indices: The index of each supervised slot among all tokens, [S].
-            hidden: The inputs of each level's LM head there, [S, D].
+            slot_indices: [S], the index of each of S supervised slots among all tokens.
+            hidden: For each level the inputs of its LM head at the slots [S, width].
         """
-        # L = sum_k w_k sum_r D(p_r, q_kr) / divisor
+        # L = sum_k w_k sum_r D(p_r, q_kr) / divisor, with the weight w_k of level k, the teacher's probs p_r at slot r
+        # and the level's q_kr
         teacher, teacher_head, objective = choose_teacher(
             self.settings.loss, batch, slot_indices, target_head
         )
@@ -188,26 +200,29 @@ class LevelHeads(TrainableDrafter):
         """
         reached = []
         for mask in masks:
+            # slot i predicts token i + 2 at level 0
             supervised = mask[2:]
             reached.append(reached_levels(supervised, supervised.nonzero()[:, 0], self.levels))
         return sum_divisors(self.settings.divisor, torch.cat(reached), self.level_weights)
 
     def slot_weights(self, batch: Batch, slot_indices: Tensor) -> Tensor:
-        """Return the loss weight [K, S] of each level at each supervised slot, for states from `align_steps`.
+        """Return the loss weight [K, S] of each of K levels at each of S supervised slots.
 
-        It is 0 if no draft that began as many slots earlier reaches the slot.
+        It is for states that `align_steps` has shifted: level d of a slot is from the draft that began d slots earlier.
+        It is 0 if there is no such draft, or if it does not reach the slot. `slot_indices` [S] are among all tokens.
         """
+        # those of the whole training step, of which the batch may be a part, or of the batch alone
         divisors = batch.divisors or self.divisors(batch.masks, batch.seeds)
         shares = level_shares(self.level_weights, divisors, self.dtype, slot_indices.device)
         return reached_steps(slot_indices, self.levels) * shares[:, None]
 
     def level_states(self, batch: Batch, target_head: TargetHead) -> tuple[Tensor, list[Tensor]]:
-        """Return the index of each supervised slot among all tokens [S], and each level's LM head inputs [S, D]."""
+        """Return the token index of each of S supervised slots [S], and each level's LM head inputs [S, width]."""
         slot_indices, states = self.read_levels(batch, target_head)
         return slot_indices, [self.hidden(level, state) for level, state in enumerate(states)]
 
     def read_levels(self, batch: Batch, target_head: TargetHead) -> tuple[Tensor, list[Tensor]]:
-        """Return the index of each supervised slot among all tokens [S], and each level's states there.
+        """Return the token index of each of S supervised slots [S], and each level's states there [S, width].
 
         Slot i reads the target's state of token i. Level 0 also reads token i + 1 and predicts token i + 2.
         """
@@ -225,7 +240,10 @@ class LevelHeads(TrainableDrafter):
         return slot_indices, states
 
     def start_states(self, batch: Batch, slot_indices: Tensor) -> Tensor:
-        """Return the states [S, H] that level 0 reads at these slots: the target's."""
+        """Return the states [S, H] that level 0 reads at S slots: the target's (H: the hidden size).
+
+        `slot_indices` [S] are the slots' indices among all tokens.
+        """
         return batch.select_taps(self.taps)[:, 0].index_select(0, slot_indices).to(self.dtype)
 
     @torch.no_grad()
@@ -237,8 +255,10 @@ class LevelHeads(TrainableDrafter):
     ) -> dict[str, Tensor]:
         """Return sums over the supervised slots of a batch: loss terms, and how often each tree's levels are accepted.
 
-        `eagle.drafters.parts.validation.figures` makes figures of them. `trees` are fixed trees by name.
+        `eagle.drafters.parts.validation.figures` makes figures of them. `trees` are fixed trees by name: the paths of
+        their nodes, as ranks of children from the root.
         """
+        # by level: the LM head's inputs, and the function that makes logits of them
         states, students = zip(*self.draft_levels(batch, target_head, self.levels), strict=True)
         return validate_batch(batch, states, (students, target_head.logits), trees)
 
@@ -248,7 +268,11 @@ class LevelHeads(TrainableDrafter):
         target_head: TargetHead,
         levels: int,
     ) -> list[tuple[Tensor, Callable[[Tensor], Tensor]]]:
-        """Return the inputs [S, D] of each level's LM head at the supervised slots, and the LM head."""
+        """Return for each level its LM head's inputs [S, width] at S supervised slots, and that LM head's `logits`.
+
+        There are at most `levels` of them. A draft begins at every supervised slot, with the sequence's tokens as draft
+        tokens.
+        """
         _, states = self.level_states(batch, target_head)
         return [
             (state, self.head_of(level, target_head).logits)
@@ -258,17 +282,27 @@ class LevelHeads(TrainableDrafter):
     # -- drafting -----------------------------------------------------------------------------------------------------
 
     def open(self) -> Any:
-        """Return the state for several sequences drafted in a batch."""
+        """Return the state for several sequences drafted in a batch; it has no KV cache."""
         return LevelState(self)
 
     def forwards(self, budget: Budget) -> tuple[int, ...]:
-        """Return how many nodes each forward after the first reads; empty if one forward makes all levels' logits."""
+        """Return how many nodes each forward after the first reads; empty if one forward makes all levels' logits.
+
+        The cost of a draft within this budget is forecast from it.
+        """
         return level_rows(budget.within(self.levels)) if self.reads_tokens else ()
 
     def probe(self, context: int, rows: int, scored: int) -> Callable[[], Any]:
-        """Return a function whose seconds are measured: one level at `scored` nodes.
+        """Return a function whose seconds are measured: one level at `scored` nodes, whose logits it returns.
 
-        If levels do not read tokens it is all levels of one state. The heads have no cache, so `context` has no effect.
+        If levels do not read tokens it is all levels of one state. Decoding forecasts the cost of drafts from such
+        seconds.
+
+        Args:
+            context: Not used, as the heads have no cache.
+            rows: How many tokens the forward would read. As many as `scored` stand for a later level, more for the
+                first one.
+            scored: How many nodes get logits.
         """
         target_head = self.target_head
         count = 1
@@ -283,12 +317,14 @@ class LevelHeads(TrainableDrafter):
         start = torch.zeros(
             1, count, self.shape.hidden_size, dtype=self.dtype, device=tokens.device
         )
+        # the state that the first measured level gets, made now so that it is not measured
         with torch.inference_mode():
             for level in range(first):
                 start = self.read_token(level, start, tokens, target_head)
 
         @torch.inference_mode()
         def run() -> list[Tensor]:
+            """Run the measured levels, and return the logits of each."""
             state = start
             logits = []
             for level in range(first, last):
@@ -303,22 +339,23 @@ class LevelState:
     """The drafting state: each sequence's length and noise. It has no cache, as heads read only the last state."""
 
     def __init__(self, head: LevelHeads) -> None:
+        """Begin without sequences; a row is a sequence of the decoding batch."""
         self.head = head
         self.noises: dict[int, Noise | None] = {}
         self.lengths: dict[int, int] = {}
 
     def admit(self, row: int, noise: Noise | None = None) -> None:
-        """Begin a row."""
+        """Begin the sequence of a row, without tokens yet; `noise` is the target's sampling noise, None if greedy."""
         self.noises[row] = noise
         self.lengths[row] = 0
 
     def fork(self, row: int, other: int) -> None:
-        """Copy a row to a new one."""
+        """Copy the state of a row to the new row `other`, as beam search does."""
         self.noises[other] = self.noises[row]
         self.lengths[other] = self.lengths[row]
 
     def release(self, row: int) -> None:
-        """Release a row."""
+        """Drop the sequence of a row."""
         del self.noises[row], self.lengths[row]
 
     @torch.inference_mode()
@@ -327,19 +364,26 @@ class LevelState:
         updates: Mapping[int, Committed],
         budgets: Mapping[int, Budget],
     ) -> dict[int, DraftTree]:
-        """Return a draft tree for each row, from the target's state of its last committed token."""
+        """Return a draft tree for each row (sequence), from the target's state at its last committed token.
+
+        Args:
+            updates: By row the tokens that were committed since its last draft, the target's features at them, and the
+                root, the token that the target chose next.
+            budgets: By row the size of its tree.
+        """
         features = []
         requests = []
         for row, update in updates.items():
             assert update.features is not None
             self.lengths[row] += len(update.tokens)
-            # the features are [A, 1, H], as there is one tap; heads read only the state of the last token: [1, H]
+            # the features are [new tokens, 1, hidden size], as there is one tap; heads read only the state of the last
+            # token: [1, hidden size]
             features.append(update.features[-1:, 0])
             # the root has position `length`, and the first drafted token the next one
             requests.append(
                 DraftRequest(update.root, self.lengths[row] + 1, budgets[row], self.noises[row])
             )
-        # [B, H], on the device of the target's LM head
+        # [rows, hidden size], on the device of the target's LM head
         states = torch.cat(features).to(self.head.target_head.weight.device, self.head.dtype)
         return dict(zip(updates, grow_levels(self.head, requests, states), strict=True))
 
@@ -347,11 +391,19 @@ class LevelState:
 def grow_levels(
     head: LevelHeads, requests: Sequence[DraftRequest], states: Tensor
 ) -> list[DraftTree]:
-    """Return the draft tree of each request, from the states [B, H] that level 0 reads."""
+    """Return the draft tree of each request, in the same order.
+
+    Args:
+        head: The head that drafts.
+        requests: The root, position, budget and noise of each of B rows, the sequences of the batch.
+        states: The states [B, H] that level 0 reads besides the roots, H the hidden size.
+    """
+    # a tree has at most as many levels as the head
     requests = [replace(request, budget=request.budget.within(head.levels)) for request in requests]
     target_head = head.target_head
     # level 0 reads the root, the same token for all nodes of a tree
     roots = upload(torch.tensor([[request.root] for request in requests]), states.device)
+    # [:, None]: the root is the only node of its level; the logits [B, V] are those of the roots' children
     levels = _Levels(head, head.read_token(0, states[:, None], roots, target_head))
     first = head.level_logits(0, levels.first, target_head)[:, 0]
     return grow_rows(requests, first, levels, sharpness=head.sharpness)
@@ -361,12 +413,13 @@ class _Levels(FollowsRows):
     """Computes the levels of all trees, one after the other; see `RowsLevel`."""
 
     def __init__(self, head: LevelHeads, first: Tensor) -> None:
+        """Begin the drafts of B rows (sequences) with the states `first` [B, 1, width] of level 0, one for a root."""
         self.head = head
-        self.first = first  # the states of level 0, [B, 1, D]
+        self.first = first  # the states of level 0, [B, 1, width]
         self._begin()
 
     def _begin(self) -> None:
-        """Reset to level 0, for a new draft."""
+        """Reset to level 0 of all rows, for a new draft."""
         self.rows = list(range(len(self.first)))
         self.state = self.first  # of the level before
 
@@ -380,8 +433,12 @@ class _Levels(FollowsRows):
     ) -> Tensor:
         """Return the logits after the nodes of one level: [B, K, V], or [B, 1, V] if they are the same for all nodes.
 
-        The rows are those whose trees still grow. `parents` [B, K] are the nodes' indices in the level above, see
-        `RowsLevel`.
+        Args:
+            depth: Of the nodes; the root has depth 0. It is also the head's level that reads them.
+            rows: The B rows whose trees still grow, as indices among those that the drafts began with.
+            tokens: [B, K], of the K nodes of the level in each tree.
+            parents: [B, K], the index of each node's parent in the level above.
+            tree_mask: Not used, as levels have no attention.
         """
         target_head = self.head.target_head
         if depth == 1:

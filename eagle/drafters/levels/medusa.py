@@ -34,12 +34,13 @@ class Residual(nn.Linear):
     """x + silu(Wx + b), initially the identity."""
 
     def __init__(self, width: int) -> None:
+        """Make W and b, both zero, for x of this width."""
         super().__init__(width, width)
         nn.init.zeros_(self.weight)
         nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return [.., H]."""
+        """Return x + silu(Wx + b), [.., width] as x."""
         return x + F.silu(super().forward(x))
 
 
@@ -54,6 +55,7 @@ class Medusa(LevelHeads):
     heads: Any
 
     def __init__(self, settings: MedusaSettings, shape: HeadShape) -> None:
+        """Make the residual blocks of each level, and its LM head unless the levels use the target's."""
         super().__init__(settings, shape)
         width = shape.hidden_size
         self.blocks = nn.ModuleList()
@@ -66,23 +68,26 @@ class Medusa(LevelHeads):
         )
 
     def start(self, target_head: TargetHead | None) -> None:
-        """Let all levels predict the target's next token at first."""
+        """Let all levels predict the target's next token at first: their LM heads become copies of the target's.
+
+        The residual blocks begin as the identity. Without `target_head` nothing is changed.
+        """
         if target_head is not None:
             for lm_head in self.heads:
                 lm_head.weight.data.copy_(target_head.start_matrix())
 
     @property
     def level_weights(self) -> Sequence[float]:
-        """The weights of the levels in the loss: equal, or falling."""
+        """The weight of each level in the loss: 1 for all, or falling from level to level: 0.8, 0.64, ..."""
         if self.settings.weights == "equal":
             return [1.0] * self.levels
         return [FALLING ** (level + 1) for level in range(self.levels)]
 
     def hidden(self, level: int, state: Tensor) -> Tensor:
-        """Return [.., H], the output of the level's residual blocks."""
+        """Return the output [.., H] of the level's residual blocks for the target's state [.., H]; H is its width."""
         hidden: Tensor = self.blocks[level](state)
         return hidden
 
     def lm_heads(self, target_head: TargetHead) -> Sequence[LanguageHead]:
-        """Return each level's own LM head, or the target's for all levels."""
+        """Return each level's own LM head, or if there are none the target's, for all levels."""
         return [OwnHead(lm_head.weight) for lm_head in self.heads] or [target_head]

@@ -36,11 +36,12 @@ class ShiftedNorm(Norm):
     """w x / rms(x) + b, without subtracting a mean."""
 
     def __init__(self, width: int) -> None:
+        """Make the gain w and the bias b, of this width."""
         super().__init__(width, EPS)
         self.bias = nn.Parameter(torch.zeros(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return [.., D]."""
+        """Return w x / rms(x) + b, [.., width] as x."""
         return super().forward(x) + self.bias
 
 
@@ -61,6 +62,7 @@ class MlpSpeculator(LevelHeads):
     head: Any
 
     def __init__(self, settings: MlpSpeculatorSettings, shape: HeadShape) -> None:
+        """Make the stages: one for each level, or a single one for all if the weights are tied."""
         super().__init__(settings, shape)
         inner = settings.inner_dim or shape.hidden_size
         stages = 1 if settings.tie_weights else settings.levels
@@ -74,12 +76,13 @@ class MlpSpeculator(LevelHeads):
         self.head = nn.ModuleList(
             [nn.Linear(inner, shape.vocab_size, bias=False) for _ in range(stages)]
         )
-        # r = sqrt((1 - w^2) D / 2) / w with w^2 = 0.5^(1 / levels)
+        # r = sqrt((1 - w^2) D / 2) / w with w^2 = 0.5^(1 / levels), for stages of width D = inner: each stage keeps the
+        # share w^2 of the variance that comes from the target's state, so half of it is left after the last level
         state_weight = 0.5 ** (0.5 / settings.levels)
         self.token_ratio = math.sqrt((1 - state_weight**2) * inner / 2) / state_weight
 
     def start(self, target_head: TargetHead | None) -> None:
-        """Initialise all matrices with N(0, 1 / D)."""
+        """Initialise all matrices with N(0, 1 / D), D the width of a stage; `target_head` is not used."""
         # `token_ratio` assumes this variance
         for module in (*self.emb, *self.proj, *self.head):
             nn.init.normal_(module.weight, std=self.emb[0].embedding_dim ** -0.5)
@@ -87,8 +90,15 @@ class MlpSpeculator(LevelHeads):
     def read_token(
         self, level: int, state: Tensor, tokens: Tensor, target_head: TargetHead
     ) -> Tensor:
-        """Return a stage's state [.., D] from the stage before's state, or the target's [.., H], and tokens [..]."""
-        # entries of a state have the variance 1/2
+        """Return a stage's state [.., D] (D: the width of a stage) from the state of the stage before and tokens.
+
+        Args:
+            level: The stage, counted from 0.
+            state: The state of the stage before [.., D]; for stage 0 the target's [.., H], H its hidden size.
+            tokens: [..], the token after each state.
+            target_head: Not used, as a stage has its own embedding.
+        """
+        # entries of a state should have the variance 1/2
         if level == 0 and self.settings.scale_input:
             state = F.rms_norm(state, state.shape[-1:], eps=EPS) / math.sqrt(2)
         # s = gelu(ln(P s' + r E x)); the last module of a list serves all further levels if weights are tied
@@ -98,7 +108,7 @@ class MlpSpeculator(LevelHeads):
         return F.gelu(ln(proj(state) + self.token_ratio * emb(tokens)))
 
     def hidden(self, level: int, state: Tensor) -> Tensor:
-        """Return the state itself, which the LM head reads."""
+        """Return the state [.., width] itself, which the LM head of the stage reads."""
         return state
 
     def lm_heads(self, target_head: TargetHead) -> Sequence[LanguageHead]:

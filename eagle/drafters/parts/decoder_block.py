@@ -39,7 +39,12 @@ SHAPE_KEYS = [
 
 
 def check_taps(taps: tuple[int, ...], layers: int) -> tuple[int, ...]:
-    """Return the taps of a head for a target of this many layers; ValueError unless they differ and exist."""
+    """Return the taps of a head unchanged; ValueError if one is named twice or the target has no such layer.
+
+    Args:
+        taps: The target's hidden states that the head reads: i is the input of layer i, -1 the final norm's output.
+        layers: The number of the target's layers.
+    """
     if len(set(taps)) < len(taps) or not all(-1 <= tap < layers for tap in taps):
         raise ValueError(
             f"drafter.taps is {taps} for a target of {layers} layers, expected different ones of 0 (the embedding) "
@@ -51,11 +56,11 @@ def check_taps(taps: tuple[int, ...], layers: int) -> tuple[int, ...]:
 def head_shape(target_config: Any, **overrides: Any) -> HeadShape:
     """Return the config of a head for a target: a Llama config with the target's sizes and, by default, one layer.
 
-    Inference engines load only heads whose config is a Llama's.
+    It is a Llama config for every target, because inference engines load only heads whose config is a Llama's.
 
     Args:
         target_config: The target's config; sizes that it lacks get usual values.
-        overrides: Sizes that replace these.
+        overrides: Keys of the config, such as `intermediate_size` or `qk_norm`, whose values replace the target's.
     """
     # for a target whose layers differ, the config of its most common kind of layer
     target_config = typical_config(target_config, SHAPE_KEYS)
@@ -97,7 +102,7 @@ class Cache:
     """
 
     def __init__(self, owner: RowCache, block: Block) -> None:
-        """Add buffers for a block's keys and values to the owner, and copy the block's matrices."""
+        """Add a buffer for keys and one for values to the owner, in place, and copy the block's matrices."""
         self.keys = owner.add()
         self.values = owner.add()
         # one product instead of three: launches cost more than products of few rows
@@ -111,16 +116,20 @@ class Cache:
         self.gate_up = _join_weights([block.mlp.gate_proj, block.mlp.up_proj])
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write keys and values [B, heads, T, w] at the owner's write offset.
+        """Write keys and values at the owner's write offset, which `RowCache.set_write_offset` has set before.
+
+        Args:
+            keys: [B, heads, T, w], of T new tokens of each of B sequences; w is the width of a head.
+            values: [B, heads, T, w].
 
         Returns:
-            The keys and values [B, heads, S, w] of these rows, from the first column to the last new one.
+            The keys and values [B, heads, S, w] of these sequences: S columns, from the first to the last new one.
         """
         return self.keys.write(keys), self.values.write(values)
 
 
 def _join_weights(projections: Sequence[nn.Linear]) -> Tensor:
-    """Return one matrix with the rows of all projections."""
+    """Return one matrix with the rows of all projections' weights, copied and without gradient."""
     return torch.cat([projection.weight.detach() for projection in projections])
 
 
@@ -132,7 +141,12 @@ class Attention(nn.Module):
     """
 
     def __init__(self, shape: HeadShape, width: int | None = None) -> None:
-        """Make the projections; `width` is that of the input, None for the shape's hidden size."""
+        """Make the projections and, where the shape asks for them, the norms of queries and keys.
+
+        Args:
+            shape: The head's sizes. It has the keys `qk_norm` and `qkv_bias` only where they are set.
+            width: The width of the input; None for the shape's hidden size.
+        """
         super().__init__()
         self.width = shape.head_dim  # of one attention head
         input_width = width or shape.hidden_size
@@ -153,9 +167,11 @@ class Attention(nn.Module):
     def start_from_keys(self) -> None:
         """Initialise half of the query heads so that a token at first attends mostly to itself.
 
-        Every second query head gets twice the matrix of its key head: a token's query is then most similar to its key.
+        Every second query head gets twice the matrix of its key head: a token's query is then most similar to its own
+        key. The projection is changed in place, through a view of its weight.
         """
-        queries = self.q_proj.weight.unflatten(0, (-1, self.width))  # [heads, w, input width]
+        # [query heads or key heads, width of a head, input width]
+        queries = self.q_proj.weight.unflatten(0, (-1, self.width))
         keys = self.k_proj.weight.unflatten(0, (-1, self.width))
         key_of_query = keys.repeat_interleave(len(queries) // len(keys), dim=0)
         queries[::2] = 2 * key_of_query[::2]
@@ -163,12 +179,13 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | None
     ) -> Tensor:
-        """Return the attention output [B, T, H].
+        """Return the attention output [B, T, H], H the hidden size, for T tokens of each of B sequences.
 
         Args:
             x: The input [B, T, input width].
-            rotary: Rotary tables [B, T, w].
-            mask: The additive mask [B, 1, T, S]; None for a causal mask.
+            rotary: Rotary tables, cosines and sines [B, T, w] of the tokens' positions; w is the width of a head.
+            mask: The additive mask [B, 1, T, S] over S keys, those in the cache included. With a cache its rows may be
+                repeated for each query head of a group, as `level_mask` makes them. None for a causal mask.
             cache: When drafting, the cache to which keys and values are added; None when training.
         """
         if cache is not None:
@@ -188,11 +205,11 @@ class Attention(nn.Module):
         return self.o_proj(output.transpose(1, 2).flatten(2))
 
     def _split_heads(self, x: Tensor) -> Tensor:
-        """Return [B, heads, T, w] of [B, T, heads * w]."""
+        """Return [B, heads, T, w] of [B, T, heads * w]: T tokens of B sequences, w the width of a head."""
         return x.unflatten(-1, (-1, self.width)).transpose(1, 2)
 
     def norm_heads(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Return queries and keys [.., w], each normed by head; unchanged if the shape has no `qk_norm`."""
+        """Return queries and keys [.., w], each vector of a head (of width w) normed; unchanged without `qk_norm`."""
         if self.q_norm is None or self.k_norm is None:
             return query, key
         return self.q_norm(query), self.k_norm(key)
@@ -200,9 +217,19 @@ class Attention(nn.Module):
     def _read_cached(
         self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache
     ) -> Tensor:
-        """Return the output of all heads [B, T, heads * w] for new tokens that attend to the cache and to one another.
+        """Return the output of all heads for new tokens, which attend to the cache and to one another.
 
-        It is made of few kernel launches, which cost most of the time when drafting.
+        It is made of few kernel launches, which cost most of the time when drafting. The new keys and values are
+        written to the cache.
+
+        Args:
+            x: The input [B, T, input width] at T new tokens of each of B sequences.
+            rotary: As in `forward`.
+            mask: As in `forward`; with None nothing but the new tokens is in the cache.
+            cache: The block's cache.
+
+        Returns:
+            [B, T, query heads * w], w the width of a head, before the output projection.
         """
         batch, count, _ = x.shape
         width = self.width
@@ -210,7 +237,7 @@ class Attention(nn.Module):
         queries = self.q_proj.out_features // width  # query heads
         # [B, queries + 2 * keys, T, w]
         heads = self._split_heads(F.linear(x, cache.query_key_value, cache.bias))
-        # queries and keys are rotated in one call; the values, which come last, are not
+        # queries and keys are rotated in one call; the heads of values, which come last, are not
         rotated = heads[:, :-keys]
         if self.q_norm is not None:
             normed = self.norm_heads(rotated[:, :queries], rotated[:, queries:])
@@ -236,7 +263,7 @@ class Norm(LlamaRMSNorm):
     """RMSNorm that saves only its input and one number for each row for the backward pass."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return [.., H]."""
+        """Return x [.., width] with each row divided by its root mean square and multiplied by the weight."""
         # without gradients torch's kernel is one launch; it does not support an input and a weight of two dtypes
         if not torch.is_grad_enabled() and x.dtype == self.weight.dtype:
             return F.rms_norm(x, self.weight.shape, self.weight, self.variance_epsilon)
@@ -251,6 +278,7 @@ class Block(nn.Module):
     """
 
     def __init__(self, shape: HeadShape, width: int | None = None) -> None:
+        """Make attention, norm and MLP; `width` is that of attention's input, None for the shape's hidden size."""
         super().__init__()
         self.self_attn = Attention(shape, width)
         self.post_attention_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps)
@@ -259,26 +287,42 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | None
     ) -> Tensor:
-        """Return the block's output [B, T, H]; the arguments are those of `Attention.forward`."""
+        """Return the block's output [B, T, H] at T tokens of B sequences (H: the hidden size).
+
+        The arguments are those of `Attention.forward`.
+        """
         hidden, residual = self.inputs(x)
         return self.add_mlp(residual + self.self_attn(hidden, rotary, mask, cache), cache)
 
     def inputs(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return attention's input, and the residual to which its output is added."""
+        """Return attention's input, and the residual to which attention's output is added.
+
+        Both are x here, as this block has no input norm. Subclasses return other tensors.
+        """
         return x, x
 
     def key_value(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """Return keys, not yet rotated, and values, [N, heads * w] each, from what `inputs` returned."""
+        """Return keys, not yet rotated, and values, [N, key heads * width of a head] each, at N tokens in training.
+
+        `inputs` are what the method of that name returned: attention's input and the residual.
+        """
         return self.self_attn.k_proj(inputs[0]), self.self_attn.v_proj(inputs[0])
 
     def query_and_residual(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """Return queries [N, heads * w], not yet rotated, and the residual [N, H], from what `inputs` returned."""
+        """Return queries [N, query heads * width of a head], not yet rotated, and the residual [N, hidden size].
+
+        They are those of N tokens in training.
+        `inputs` are what the method of that name returned: attention's input and the residual.
+        """
         return self.self_attn.q_proj(inputs[0]), inputs[1]
 
     def add_mlp(self, x: Tensor, cache: Cache | None = None) -> Tensor:
-        """Return x + MLP(norm(x)), the second half of the block, with x [B, T, H] or, in training, [N, H].
+        """Return x + MLP(norm(x)), the second half of the block.
 
-        With a cache, gate and up come from one product with its joined matrices.
+        Args:
+            x: The residual plus attention's output: [B, T, hidden size] at T tokens of B sequences, or in training
+                [N, hidden size] at N tokens of concatenated sequences.
+            cache: When drafting, the block's cache: it holds the gate and up matrices joined, for one product.
         """
         norm = self.post_attention_layernorm
         mlp = self.mlp
@@ -287,7 +331,7 @@ class Block(nn.Module):
             return x + mlp.down_proj(F.silu(gate).mul_(up))
         if x.dim() > 2 or not torch.is_grad_enabled():
             return x + mlp(norm(x))
-        # this takes only [N, H], and saves fewer tensors for the backward pass than autograd
+        # this takes only [N, hidden size], and saves fewer tensors for the backward pass than autograd
         matrices = [mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight]
         return SwiGLUResidual.apply(x, norm.weight, norm.variance_epsilon, *matrices)
 
@@ -296,11 +340,12 @@ class NormedBlock(Block):
     """A Llama decoder block, used for all blocks of a head after the first."""
 
     def __init__(self, shape: HeadShape) -> None:
+        """Make a `Block` and the norm before its attention."""
         super().__init__(shape)
         self.input_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps)
 
     def inputs(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return attention's input, the normed state, and the residual, the state itself."""
+        """Return attention's input, the normed state, and the residual, the state x [.., hidden size] itself."""
         return self.input_layernorm(x), x
 
 
@@ -313,6 +358,7 @@ class TwoNormBlock(Block):
     """
 
     def __init__(self, shape: HeadShape, norm_before_residual: bool) -> None:
+        """Make a `Block` whose attention reads two states, and a norm for each of them."""
         super().__init__(shape, 2 * shape.hidden_size)
         self.input_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps)
         self.hidden_norm = Norm(shape.hidden_size, shape.rms_norm_eps)
@@ -326,16 +372,24 @@ class TwoNormBlock(Block):
         mask: Tensor | None,
         cache: Cache | None,
     ) -> Tensor:
-        """Return the block's output [B, T, H] from embedded tokens and states [B, T, H].
+        """Return the block's output [B, T, hidden size] at T tokens of B sequences; drafting calls it.
 
         The other arguments are those of `Attention.forward`.
+
+        Args:
+            embedded: The embeddings of the tokens [B, T, hidden size].
+            hidden: The states that the tokens are read with [B, T, hidden size], which are also the residual.
         """
         normed, residual = self.norm_hidden(hidden)
         pair = torch.cat([self.input_layernorm(embedded), normed], dim=-1)
         return self.add_mlp(residual + self.self_attn(pair, rotary, mask, cache), cache)
 
     def norm_hidden(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the normed state that attention reads, and the residual to which its output is added."""
+        """Return the normed states that attention reads, and the residual, [.., hidden size] each.
+
+        The residual, to which attention's output is added, is `hidden` itself, or with `norm_before_residual` the
+        normed states.
+        """
         normed = self.hidden_norm(hidden)
         return normed, normed if self.norm_before_residual else hidden
 
@@ -344,7 +398,11 @@ class TwoNormBlock(Block):
     # below are (projected tokens [N, P], normed states [N, H], residual [N, H]).
 
     def project_tokens(self, embedded: Tensor) -> Tensor:
-        """Return the tokens' part of queries, keys and values, concatenated to [N, P]."""
+        """Return the tokens' part of queries, keys and values, concatenated in this order to [N, P]; training calls it.
+
+        It is the product of the matrices' first halves with the normed embeddings of N tokens [N, hidden size]. P is
+        the width of queries, keys and values together.
+        """
         attention = self.self_attn
         width = embedded.shape[-1]
         projections = [attention.q_proj, attention.k_proj, attention.v_proj]
@@ -352,7 +410,12 @@ class TwoNormBlock(Block):
         return F.linear(self.input_layernorm(embedded), matrix)
 
     def key_value(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """Return keys, not yet rotated, and values: the sums of the tokens' and the states' parts."""
+        """Return keys, not yet rotated, and values, [N, key heads * width of a head] each, at N slots in training.
+
+        Args:
+            inputs: What `project_tokens` and `norm_hidden` returned: the projected tokens [N, ..], to which the states'
+                part is added here, the normed states [N, hidden size] and the residual.
+        """
         tokens, normed, _ = inputs
         attention = self.self_attn
         # the matrices' columns for states come after those for tokens, which are as many
@@ -364,7 +427,12 @@ class TwoNormBlock(Block):
         return both[:, :key_width], both[:, key_width:]
 
     def query_and_residual(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """Return queries, not yet rotated, the sums of the tokens' and the states' parts, and the residual."""
+        """Return queries [N, query heads * width of a head], not yet rotated, and the residual [N, hidden size].
+
+        Args:
+            inputs: As in `key_value`: the projected tokens, whose first columns are the queries', the normed states and
+                the residual, at N slots.
+        """
         tokens, normed, residual = inputs
         projection = self.self_attn.q_proj
         state_query = F.linear(normed, projection.weight[:, normed.shape[-1] :])
@@ -379,6 +447,7 @@ class Rotary(LlamaRotaryEmbedding):
     """Makes the rotary tables of a head; it has no weights."""
 
     def __init__(self, shape: Any) -> None:
+        """Make the frequencies from the shape's `rope_parameters`, for all elements of a head's vectors."""
         # a Llama block rotates whole vectors, even if the target rotates only a part of them
         whole = copy.copy(shape)
         whole.rope_parameters = dict(shape.rope_parameters)
@@ -387,13 +456,20 @@ class Rotary(LlamaRotaryEmbedding):
 
 
 def rotary_tables(rotary: Rotary, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines [B, T, w] at positions [B, T], the same for a row in whatever batch it is.
+    """Return the rotary tables of positions, the same for a sequence in whatever batch it is.
 
-    `like` has the dtype and the device of the tables.
+    Args:
+        rotary: The head's rotary embedding.
+        like: A tensor with the dtype and the device of the tables.
+        positions: [B, T], of T tokens of each of B sequences.
+
+    Returns:
+        Cosines and sines [B, T, w] each; w is the width of an attention head.
     """
+    # all other types have fixed frequencies, and a single sequence has the longest position itself
     if len(positions) == 1 or rotary.rope_type not in FOLLOW_LENGTH:
         return rotary(like, positions)
-    # a forward of several rows would use the frequencies of the longest one, so each row is done alone
+    # with several sequences in one call, all would get the frequencies of the longest one, so each is done alone
     tables = [rotary(like[:1], row[None]) for row in positions]
     cosine, sine = zip(*tables, strict=True)
     return torch.cat(cosine), torch.cat(sine)
@@ -408,8 +484,8 @@ STD = 0.02  # transformers' default `initializer_range`, which the configs of pu
 
 @torch.no_grad()
 def draw_linears(head: nn.Module, drawn: Linears) -> None:
-    """Initialise the linear layers of a new head: `drawn` is the setting `linears`."""
-    # torch has initialised them like this when they were made
+    """Initialise the linear layers of a new head in place: `drawn` is the setting `linears`, see `Linears`."""
+    # torch has drawn uniform weights when the layers were made
     if drawn == "uniform":
         return
     for module in head.modules():

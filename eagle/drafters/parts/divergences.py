@@ -46,14 +46,20 @@ def compare_with(
     tokens: Tensor | None = None,
     known: Tensor | None = None,
 ) -> Compare:
-    """Return the function that compares a student with a teacher.
+    """Return the function that compares a student with a teacher at R slots, over a vocabulary of V tokens.
 
     Args:
-        teacher: The teacher's probs [R, V], or the tokens [R] to predict.
+        teacher: The teacher's probs [R, V], or the tokens [R] to predict, with which only cross-entropy is possible.
         objective: The divergence and its weights.
-        tokens: The sequences' tokens [R], which get the weight `objective.tokens`; None to leave them out.
-        known: [R] bool, whether a token gets it; None for all.
+        tokens: The sequences' own tokens [R]. The cross-entropy with them is added with the weight `objective.tokens`;
+            None to leave them out.
+        known: [R] bool, whether that cross-entropy counts at a slot; None for all slots.
+
+    Returns:
+        A function of the student's logits and probs [R, V], both of which it may overwrite. It returns the losses [R]
+        and their gradients at the logits [R, V].
     """
+    # token ids are integers, probs are not
     if not teacher.is_floating_point():
         return _likelihood(teacher[:, None], objective.weight)
     compare = COMPARE[objective.kind](teacher, objective)
@@ -66,9 +72,10 @@ def compare_with(
 
 
 def _mask_rows(compare: Compare, known: Tensor) -> Compare:
-    """Return a comparison whose losses and gradients are 0 in the rows that are not known [R]."""
+    """Return a comparison that is `compare`, but with a loss and a gradient of 0 where `known` [rows] is false."""
 
     def loss_and_grad(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the losses [rows] and the gradients at the logits [rows, V]."""
         loss, grad = compare(logits, probs)
         return loss * known, grad * known[:, None]
 
@@ -76,9 +83,10 @@ def _mask_rows(compare: Compare, known: Tensor) -> Compare:
 
 
 def _add_likelihood(divergence: Compare, likelihood: Compare) -> Compare:
-    """Return the comparison that is the sum of a divergence and a cross-entropy with tokens."""
+    """Return the comparison whose loss is the sum of a divergence and a cross-entropy with tokens."""
 
     def loss_and_grad(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the losses [rows] and the gradients at the logits [rows, V]; both arguments may be overwritten."""
         # first and on a copy of the probs: a likelihood overwrites probs alone, a divergence the logits too
         token_loss, token_grad = likelihood(logits, probs.clone())
         loss, grad = divergence(logits, probs)
@@ -88,10 +96,18 @@ def _add_likelihood(divergence: Compare, likelihood: Compare) -> Compare:
 
 
 def _likelihood(tokens: Tensor, weight: float) -> Compare:
-    """Return the comparison by cross-entropy with the tokens [R, 1] to predict: -log q(token), times a weight."""
+    """Return the comparison by cross-entropy with tokens: -log q(token), times a weight.
+
+    Args:
+        tokens: [R, 1], the token to predict in each of the R rows.
+        weight: The factor on loss and gradient.
+
+    Returns:
+        A function of the student's logits and probs q [R, V], which it overwrites.
+    """
 
     def loss_and_grad(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the loss [R], -log q of the tokens, and its gradient at the logits [R, V], written over the probs."""
+        """Return -log q of the tokens [rows] and its gradient at the logits [rows, V], written over the probs."""
         # With logits z and the student's probs q, log q = z - log sum e^z. The sum follows from the likeliest token,
         # whose z and q are both known: log sum e^z = max z - log max q.
         log_normalizer = logits.amax(-1, keepdim=True) - probs.amax(-1, keepdim=True).log()
@@ -106,11 +122,15 @@ def _likelihood(tokens: Tensor, weight: float) -> Compare:
 
 
 def _cross_entropy(target_probs: Tensor, objective: Objective) -> Compare:
-    """Return the comparison by cross-entropy with the target's probs, whose likeliest tokens may weigh more."""
-    # With w the weight of each token: loss = sum(w p) logsumexp(z) - sum(w p z), gradient = sum(w p) q - w p.
+    """Return the comparison by cross-entropy with the target's probs [rows, V], whose likeliest tokens may weigh more.
+
+    With `objective.top` the loss has, in addition, the cross-entropy terms of the `top_k` likeliest tokens (HASS).
+    """
+    # With target probs p, student logits z and probs q, and w the weight of each token:
+    # loss = sum(w p) logsumexp(z) - sum(w p z), gradient = sum(w p) q - w p.
     weight = objective.weight
     weighted = target_probs if weight == 1 else weight * target_probs
-    mass: Any = weight  # sum(w p), a number if all tokens weigh the same, else [R]
+    mass: Any = weight  # sum(w p), a number if all tokens weigh the same, else [rows]
     if objective.top:
         best = target_probs.topk(min(objective.top_k, target_probs.shape[-1]))
         extra = objective.top * best.values
@@ -121,8 +141,8 @@ def _cross_entropy(target_probs: Tensor, objective: Objective) -> Compare:
         mass = mass + extra.sum(-1)
 
     def loss_and_grad(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the loss [R] and the gradient at the logits [R, V]; both arguments are overwritten."""
-        # logsumexp(z), as in `_likelihood`
+        """Return the loss [rows] and the gradient at the logits [rows, V]; both arguments are overwritten."""
+        # logsumexp(z) from the likeliest token, as log max q = max z - logsumexp(z)
         log_normalizer = logits.amax(-1) - probs.amax(-1).log()
         loss = mass * log_normalizer - logits.mul_(weighted).sum(-1)
         if isinstance(mass, Tensor):
@@ -135,9 +155,10 @@ def _cross_entropy(target_probs: Tensor, objective: Objective) -> Compare:
 
 
 def _overlap(probs: Tensor, target_probs: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the overlap a = sum min(p, q) [R, 1], and its gradient at the logits [R, V], a new tensor.
+    """Return the overlap a = sum min(p, q) [rows, 1], and its gradient at the student's logits [rows, V], a new tensor.
 
-    The overlap is the probability that a sampled draft token is accepted.
+    The overlap is the probability that a sampled draft token is accepted. `probs` are the student's q [rows, V],
+    `target_probs` the target's p [rows, V].
     """
     overlap = torch.minimum(probs, target_probs).sum(-1, keepdim=True).clamp(min=TINY)
     # da/dz = q (b - sum q b), where b is 1 for tokens with q < p, as min(p, q) depends on q only there
@@ -147,9 +168,10 @@ def _overlap(probs: Tensor, target_probs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _total_variation(target_probs: Tensor, objective: Objective) -> Compare:
-    """Return the comparison by total variation: 1 - a, where the overlap a is the chance of acceptance."""
+    """Return the comparison by total variation: 1 - a, where a = sum min(p, q) is the chance of acceptance."""
 
     def loss_and_grad(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the loss [rows] and the gradient at the logits [rows, V], from the student's probs [rows, V]."""
         overlap, overlap_grad = _overlap(probs, target_probs)
         return objective.weight * (1 - overlap[..., 0]), overlap_grad.mul_(-objective.weight)
 
@@ -157,9 +179,10 @@ def _total_variation(target_probs: Tensor, objective: Objective) -> Compare:
 
 
 def _acceptance(target_probs: Tensor, objective: Objective) -> Compare:
-    """Return the comparison by -log a, where the overlap a is the chance of acceptance."""
+    """Return the comparison by -log a, where the overlap a = sum min(p, q) is the chance of acceptance."""
 
     def loss_and_grad(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the loss [rows] and the gradient at the logits [rows, V], from the student's probs [rows, V]."""
         overlap, overlap_grad = _overlap(probs, target_probs)
         # d(-log a) = -da / a
         grad = overlap_grad.mul_(-objective.weight / overlap)
@@ -169,10 +192,14 @@ def _acceptance(target_probs: Tensor, objective: Objective) -> Compare:
 
 
 def _hybrid(target_probs: Tensor, objective: Objective) -> Compare:
-    """Return the comparison by l KL(p, q) + (1 - l) (1 - a), with the overlap a and the blend l = e^-3a or fixed."""
+    """Return the comparison by l KL(p, q) + (1 - l) (1 - a), of the target's probs p and the student's q.
+
+    The overlap a = sum min(p, q) is the chance of acceptance. The blend l is `objective.blend`, or e^-3a if that is
+    None: the better the student, the more its acceptance counts.
+    """
 
     def loss_and_grad(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the loss [R] and the gradient at the logits [R, V], with l named `blend`."""
+        """Return the loss [rows] and the gradient at the logits [rows, V], with l named `blend`."""
         overlap, overlap_grad = _overlap(probs, target_probs)
         blend = (
             (-3 * overlap).exp()
@@ -182,7 +209,7 @@ def _hybrid(target_probs: Tensor, objective: Objective) -> Compare:
         negative_entropy = torch.xlogy(target_probs, target_probs).sum(-1)
         divergence = negative_entropy - (target_probs * logits.log_softmax(-1)).sum(-1)
         loss = blend[..., 0] * divergence + (1 - blend[..., 0]) * (1 - overlap[..., 0])
-        # l is a constant here, so it has no gradient; d KL = q - p
+        # l is taken as a constant, so it has no gradient; the gradient of KL(p, q) at the logits is q - p
         grad = blend * (probs - target_probs) - (1 - blend) * overlap_grad
         return objective.weight * loss, grad.mul_(objective.weight)
 
@@ -190,12 +217,15 @@ def _hybrid(target_probs: Tensor, objective: Objective) -> Compare:
 
 
 def _reverse_kl(target_probs: Tensor, objective: Objective) -> Compare:
-    """Return the comparison by KL(q, p), or for "jsd" by (KL(p, m) + KL(q, m)) / 2 with m = (p + q) / 2."""
+    """Return the comparison by KL(q, p), or for "jsd" by (KL(p, m) + KL(q, m)) / 2 with m = (p + q) / 2.
+
+    p are the target's probs and q the student's, [rows, V] each.
+    """
     is_jsd = objective.kind == "jsd"
     weight = objective.weight / 2 if is_jsd else objective.weight
 
     def loss_and_grad(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the loss [R] and the gradient at the logits [R, V]; `reference` is m, or the target's p."""
+        """Return the loss [rows] and the gradient at the logits [rows, V]; `reference` is m, or the target's p."""
         reference = (probs + target_probs).div_(2) if is_jsd else target_probs.clamp(min=TINY)
         # q log q - q log m, each by xlogy, which is 0 for q = 0, where log(q / m) may be undefined
         terms = torch.xlogy(probs, probs) - torch.xlogy(probs, reference)
@@ -214,7 +244,7 @@ def _reverse_kl(target_probs: Tensor, objective: Objective) -> Compare:
 
 
 def _likeliest(target_probs: Tensor, objective: Objective) -> Compare:
-    """Return the comparison by cross-entropy with the teacher's likeliest token."""
+    """Return the comparison by cross-entropy with the likeliest token in each row of the teacher's probs [rows, V]."""
     return _likelihood(target_probs.argmax(-1, keepdim=True), objective.weight)
 
 

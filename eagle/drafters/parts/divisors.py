@@ -24,28 +24,33 @@ Divisor = Literal["slots", "reached", "weights", "levels"]
 
 
 def reached_levels(mask: Tensor, slots: Tensor, levels: int) -> Tensor:
-    """Return a bool [R, K]: whether a draft reaches a level, as all tokens up to the one it predicts are supervised.
+    """Return a bool [R, K], whether each of R drafts of one sequence reaches each of K levels.
+
+    A draft reaches a level if all tokens that it predicts up to that level are supervised.
 
     Args:
-        mask: Whether the first token that each slot of one sequence predicts is supervised, on the host.
-        slots: [R], the slots from which drafts begin.
+        mask: [slots of the sequence] bool, whether the token that a slot predicts at level 0 is supervised, on the
+            host.
+        slots: [R], the slots from which the drafts begin.
         levels: K.
     """
-    # level k of slot i predicts the token that slot i + k predicts first
+    # level k of a draft from slot i predicts the token that slot i + k predicts at level 0
     tokens = slots[:, None] + torch.arange(levels)
+    # nothing after the end of the sequence is supervised
     is_supervised = F.pad(mask, (0, levels))[tokens]
     return is_supervised.long().cumprod(1).bool()
 
 
 def sum_divisors(divisor: Divisor, reached: Tensor, weights: Sequence[float]) -> tuple[float, ...]:
-    """Return the divisor of the loss: one number for all levels, or one for each level.
+    """Return the divisor of the loss over drafts of several levels: one number for all levels, or one for each level.
 
-    Training adds up the divisors of all sequences of a step.
+    Divisors of several batches can be added up: a training step divides by the sum over all its sequences.
 
     Args:
-        divisor: What is counted.
-        reached: [R, K], whether each draft reaches each level, on the host.
-        weights: The weight of each level.
+        divisor: What is counted: "slots" the drafts, "reached" the tokens that they reach, "weights" the weights of
+            these tokens, "levels" the tokens of each level apart.
+        reached: [R, K] bool, whether each of R drafts reaches each of K levels, on the host.
+        weights: The loss weight of each of the K levels.
     """
     if divisor == "slots":
         return (float(len(reached)),)
@@ -60,9 +65,13 @@ def sum_divisors(divisor: Divisor, reached: Tensor, weights: Sequence[float]) ->
 def level_shares(
     weights: Sequence[float], divisors: Sequence[float], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Return [K], the weight of each level divided by its divisor, at least in fp32.
+    """Return [K], the weight of each of K draft levels divided by its divisor: the factor on its loss terms.
 
-    `divisors` has one number for all levels or one for each.
+    Args:
+        weights: The loss weight of each level.
+        divisors: One number for all levels or one for each, as `sum_divisors` returns them.
+        dtype: The dtype of the head; the result has at least fp32.
+        device: Where the result is used.
     """
     if len(divisors) == 1:
         divisors = [*divisors] * len(weights)

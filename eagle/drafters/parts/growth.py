@@ -46,7 +46,12 @@ class FollowsRows:
     rows: list[int]  # the rows that the level above had
 
     def keep_rows(self, rows: list[int], *tensors: Tensor) -> list[Tensor]:
-        """Return tensors of the level above [B, ..] with only these rows, whose trees still grow."""
+        """Return tensors of the level above with only these rows, whose trees still grow, and remember the rows.
+
+        Args:
+            rows: A subset of `self.rows`, the batch rows that the level above had. They replace `self.rows`.
+            tensors: [B, ..] each, with an entry for each of the B rows of the level above.
+        """
         indices = [self.rows.index(row) for row in rows]
         self.rows = rows
         return [pick_rows(tensor, indices) for tensor in tensors]
@@ -56,19 +61,22 @@ class FollowsRows:
 
 
 def level_mask(committed: Tensor, tree_mask: Tensor, groups: int = 1) -> Tensor:
-    """Return the additive attention mask [B, 1, groups * K, S + R] of a level's K nodes.
+    """Return the additive attention mask [B, 1, groups * K, S + R] of one level of the draft trees of B sequences.
 
-    A node sees the committed tokens of its sequence, and of the draft its ancestors and itself.
+    The level has K nodes in each tree. A node sees the S cache columns of its sequence's committed tokens, and of the R
+    draft nodes read so far (those of this level come last) its ancestors and itself.
 
     Args:
-        committed: [B or 1, S], the mask of the cache columns of committed tokens: 0 where a row's sequence has a token,
-            the lowest number of the dtype after its end; [B or 1, K, S] if nodes see different columns.
+        committed: [B or 1, S], the additive mask of committed tokens: 0 where a sequence has a token, the lowest number
+            of the dtype after its end; [B or 1, K, S] if nodes see different columns.
         tree_mask: [B, K, R] bool, true at the ancestors of each node and at the node.
         groups: How many query heads share a key head. Their queries are stacked as rows of one head, so the mask of a
             node is repeated for each of them.
     """
     rows, count, _ = tree_mask.shape
+    # the two values are 0 and the dtype's lowest number
     draft = torch.where(tree_mask, *_mask_values(committed.dtype, committed.device))
+    # [B or 1, K or 1, S]
     by_node = committed if committed.dim() == 3 else committed[:, None]
     committed_mask = by_node[:, None].expand(rows, groups, count, -1)
     draft_mask = draft[:, None].expand(-1, groups, -1, -1)
@@ -86,20 +94,23 @@ def _mask_values(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tens
 
 @cache
 def _identity(count: int, device: torch.device) -> Tensor:
-    """Return the mask [1, K, K] of a level's nodes among themselves: each sees only itself."""
+    """Return the mask [1, count, count] of a level's nodes among themselves: each sees only itself."""
     return torch.eye(count, dtype=torch.bool, device=device)[None]
 
 
 def level_rows(budget: Budget) -> tuple[int, ...]:
-    """Return how many nodes `grow` passes to its `level` function in each level of a tree, given the budget.
+    """Return how many nodes of each level a drafter reads to get the next level's logits, given the budget of a tree.
 
-    The cost of a draft is forecast from these numbers. The first level is not among them: its logits come from the
-    forward over the committed tokens.
+    The cost of a draft is forecast from these numbers. They begin with the nodes of the first level, the root's
+    children, and leave out the root, whose logits come from the forward over the committed tokens. The deepest level
+    needs no forward, as its nodes have no children.
     """
     if budget.paths is None:
+        # a dynamic tree reads so many likeliest nodes of every level
         width = min(budget.top_k, budget.nodes)
         return (width,) * (budget.depth - 1) if width else ()
     # in a fixed shape only nodes with children are read
+    # the root, which is the parent of paths of length 1, is not among them
     inner = {path[:-1] for path in budget.paths if 1 < len(path) <= budget.depth}
     depths = [len(path) for path in inner]
     return tuple(depths.count(depth) for depth in range(1, max(depths, default=0) + 1))
@@ -125,17 +136,22 @@ class LevelPlan:
 
 @cache  # never dropped: captured drafts read these tensors
 def plan_levels(paths: Paths, depth: int, device: torch.device) -> tuple[list[LevelPlan], Tensor]:
-    """Return the plan of each level of a fixed shape down to `depth`, and the parents [1 + N] of root and nodes.
+    """Return the plan of each level of a tree of fixed shape, and the parent of each of its nodes.
 
     Args:
-        paths: The nodes of the shape; a path has the rank of the child to take at each level.
-        depth: The deepest level to plan.
+        paths: The nodes of the shape; a path has the rank of the child to take at each level, from the root's child on.
+        depth: The deepest level to plan; the root's children are level 1.
         device: Where the plans' tensors are used.
+
+    Returns:
+        The plans of levels 1, 2, ... down to `depth` or the shape's last level; and the parents [1 + N] of the root
+        (-1) and its N nodes, on the host: 0 is the root, i the i-th node, counted level by level.
     """
     plans = []
+    # the ancestors of the nodes read of the level above, at first of the root: nothing of the draft is read before it
     tree_mask = torch.zeros(1, 0, dtype=torch.bool)
     above: list[tuple[int, ...]] = [()]  # the paths of the nodes that were read of the level above
-    node_of_path = {path: 0 for path in above}
+    node_of_path = {path: 0 for path in above}  # the number of each node
     parents = [-1]
     for length in range(1, depth + 1):
         # the paths of this level, siblings in the order of their ranks
@@ -143,7 +159,7 @@ def plan_levels(paths: Paths, depth: int, device: torch.device) -> tuple[list[Le
         for path in level:
             parents.append(node_of_path[path[:-1]])
             node_of_path[path] = len(node_of_path)
-        # only nodes with children are read
+        # only nodes with children are read, and the deepest level that is planned gets none
         parent_paths = {path[:-1] for path in paths} if length < depth else set()
         inner = [path for path in level if path in parent_paths]
         node_parents = torch.tensor([above.index(path[:-1]) for path in level])
@@ -170,9 +186,14 @@ def plan_levels(paths: Paths, depth: int, device: torch.device) -> tuple[list[Le
 
 
 def plan_parents(budget: Budget, nodes: int, device: torch.device) -> Tensor | None:
-    """Return the parents [1 + N] of the root and the first N = `nodes` nodes of the budget's fixed shape.
+    """Return the parents [1 + nodes] of the root and the first nodes of the budget's fixed shape, on the host.
 
-    None if the budget has no fixed shape.
+    None if the budget has no fixed shape: then a dynamic tree's parents are known only once it has grown.
+
+    Args:
+        budget: The budget of a tree.
+        nodes: How many nodes to return the parents of, without the root.
+        device: That of the draft, with which the plan of the shape is cached.
     """
     if budget.paths is None:
         return None
@@ -193,7 +214,7 @@ def grow(
     drafts: Tensor | None = None,
     sharpness: float = SHARPNESS,
 ) -> DraftTree:
-    """Grow the draft tree of one row and return it.
+    """Grow the draft tree of one sequence and return it.
 
     With `paths` in the budget the tree has that fixed shape. Otherwise it is EAGLE-2's dynamic tree (Li et al. 2024,
     arXiv 2406.16858).
@@ -201,17 +222,18 @@ def grow(
     Args:
         root: The root's token.
         logits: [D], those of the root's children.
-        level: Reads the nodes of one level and returns the logits of their children.
+        level: Reads the nodes of one level and returns the logits of their children, see `Level`.
         budget: The size or the shape of the tree.
-        noise: The target's sampling noise; None if it is greedy.
-        place: The position of the root's children.
+        noise: The target's sampling noise, fixed by position, with which children are ranked; None if it is greedy.
+        place: The position of the root's children in the sequence.
         drafts: [D], the draft vocabulary: the target's token of each logit; None if the draft has all tokens.
-        sharpness: The factor on the logits, unless the budget has a factor.
+        sharpness: The factor on the logits before children are ranked, unless the budget has a factor.
     """
 
     def level_of_row(
         depth: int, rows: list[int], tokens: Tensor, parents: Tensor, tree_mask: Tensor
     ) -> Tensor:
+        """Call `level` without the batch dimension, as a `RowsLevel` of a batch of one row."""
         return level(depth, tokens[0], parents[0], tree_mask[0])[None]
 
     request = DraftRequest(root, place, budget, noise)
@@ -226,16 +248,18 @@ def grow_rows(
     sharpness: float = SHARPNESS,
     confidence: Confidence | None = None,
 ) -> list[DraftTree]:
-    """Grow the draft trees of a batch, one for each request, with one forward per level for all rows; see `grow`.
+    """Grow the draft trees of a batch, one for each request, with one forward per level for all rows.
 
-    On a device that the host would have to wait for, trees stay on the device until the host asks for one of them.
+    Rows whose budgets differ in more than the depth grow one group after the other. On a device that the host would
+    have to wait for, trees stay on the device until the host asks for one of them.
 
     Args:
-        requests: The root, position, budget and noise of each row.
-        logits: [B, D], those of the roots' children.
-        level: Reads the nodes of one level of the rows that still grow, and returns the logits of their children.
-        drafts: As in `grow`.
-        sharpness: As in `grow`.
+        requests: The root, position, budget and noise of each of the B rows, the sequences of the batch.
+        logits: [B, D], those of the roots' children, over the D tokens of the draft vocabulary.
+        level: Reads the nodes of one level of the rows that still grow, and returns the logits of their children, see
+            `RowsLevel`.
+        drafts: [D], the target's token of each logit; None if the draft vocabulary is the target's.
+        sharpness: The factor on the logits before children are ranked, unless the budget has a factor.
         confidence: Returns how likely the children of each node are accepted. A node gets no children if this is below
             the budget's minimum confidence. None if the drafter does not estimate it.
     """
@@ -256,8 +280,9 @@ def grow_without_roots(
 ) -> list[DeviceTrees]:
     """Grow the draft trees of a batch level by level, and return them on the device without their roots.
 
-    The arguments are those of `grow_rows`. Each result has the trees of one group of rows that ended at the same depth,
-    so results are not in the order of `requests`. A row with an empty budget is in none of them.
+    The arguments are those of `grow_rows`; `logits` [B, D] are those of the children of the B roots. Each result has
+    the trees of one group of rows that ended at the same depth, so results are not in the order of `requests`. A row
+    with an empty budget, which allows no draft, is in none of them.
     """
     # a group shares everything that decides the operations of a level, so that one forward reads the level for all of
     # its rows; their depths may differ, as a row leaves the group when its tree is deep enough
@@ -279,6 +304,7 @@ def grow_without_roots(
             confidence=confidence,
             device=logits.device,
         )
+        # [B, 1, D]: the root is the only node of its level
         grown += _grow_group(trees, pick_rows(logits, rows)[:, None], level)
     return grown
 
@@ -296,12 +322,16 @@ def _group_key(request: DraftRequest) -> object:
 def _grow_group(
     trees: _DynamicTrees | _FixedTrees, logits: Tensor, level: RowsLevel
 ) -> list[DeviceTrees]:
-    """Grow the trees of a group of rows, from the logits [B, 1, D] of their roots' children.
+    """Grow the trees of a group of rows to their end; each result has the trees that ended at the same depth.
 
-    Each result has the trees that ended at the same depth.
+    Args:
+        trees: The trees of the group, at first only roots; changed in place.
+        logits: [B, 1, D], of the children of the B roots, over the D tokens of the draft vocabulary.
+        level: Reads the nodes of one level and returns the logits of their children, see `RowsLevel`.
     """
     grown: list[DeviceTrees] = []
     for depth in range(1, trees.depth + 1):
+        # the nodes that the logits come after are a level above those that are added
         trees.add_level(depth - 1, logits)
         is_last = depth == trees.depth
         # the rows whose trees are deep enough, as indices in the group
@@ -348,31 +378,39 @@ class _GrowingTrees:
         self.device = device
         self.budget = requests[0].budget
         self.depth = max(request.budget.depth for request in requests)
-        self.tokens: list[Tensor] = []  # of the candidates or nodes of each level
+        self.tokens: list[Tensor] = []  # of each level, [rows, candidates or nodes]
 
     def may_have_children(self, depth: int) -> Tensor | None:
-        """Return which nodes may have children, as the drafter's confidence reaches the budget's minimum.
+        """Return which nodes may have children: those where the drafter's confidence reaches the budget's minimum.
 
-        [B, K], or [B, 1] for all nodes of a level. None if no minimum is set or the drafter has no confidence.
+        Args:
+            depth: Of the nodes, those that were read last; the root has depth 0.
+
+        Returns:
+            A bool [B, K] for the K nodes of each of the B trees, or [B, 1] for all nodes of a tree's level. None if no
+            minimum is set or the drafter does not estimate its confidence: then all nodes may.
         """
         if self.budget.confidence is None or self.confidence is None:
             return None
         return self.confidence(depth, self.rows) >= self.budget.confidence
 
     def keep_rows(self, indices: list[int]) -> None:
-        """Drop all rows but these from the tensors of the group, as the trees of the others have ended."""
+        """Drop all rows but these (indices in the group) from the tensors, as the trees of the others have ended."""
         self.rows = [self.rows[index] for index in indices]
         self.requests = [self.requests[index] for index in indices]
         self.tokens = _pick_levels(self.tokens, indices)
 
 
 def _pick_levels(levels: list[Tensor], rows: list[int]) -> list[Tensor]:
-    """Return the tensors of all levels [B, ..] with only these rows."""
+    """Return the tensors of all levels, [trees, ..] each, with only the trees of these indices."""
     return [pick_rows(level, rows) for level in levels]
 
 
 def _join_levels(levels: list[Tensor], rows: list[int]) -> Tensor:
-    """Return one tensor of these rows, the nodes of all levels concatenated."""
+    """Return one tensor [len(rows), nodes of all levels, ..] from those of the levels [trees, nodes, ..].
+
+    `rows` are the indices of the trees to take.
+    """
     return torch.cat(_pick_levels(levels, rows), dim=1)
 
 
@@ -384,7 +422,10 @@ class _DynamicTrees(_GrowingTrees):
     """
 
     def __init__(self, **group: Any) -> None:
-        """Begin at the roots; the arguments are those of `_GrowingTrees`."""
+        """Begin at the roots of B trees; the arguments are those of `_GrowingTrees`.
+
+        In the shapes below a level has C candidates, of which K nodes are read, R in all levels so far.
+        """
         super().__init__(**group)
         self.width = min(self.budget.top_k, self.budget.nodes)
         self.parents: list[Tensor] = []  # of each level [B, K], of C / K candidates each
@@ -401,17 +442,20 @@ class _DynamicTrees(_GrowingTrees):
         self.tree_mask = torch.zeros(len(self.rows), 1, 0, dtype=torch.bool, device=self.device)
 
     def add_level(self, depth: int, logits: Tensor) -> None:
-        """Add the best children of the nodes that were read last to the candidates.
+        """Add the best `top_k` children of each node that was read last to the candidates.
 
         Args:
             depth: Of those nodes; the root has depth 0.
-            logits: [B, K, D] after those nodes, or [B, 1, D] if they are the same after all of them.
+            logits: [B, K, D] over the draft vocabulary, after the K nodes of each of the B trees; [B, 1, D] if they are
+                the same after all of a tree's nodes.
         """
+        # the second result would be the probs of sampled children, which only fixed shapes have
         scores, _ = self.scorer.score(self.requests, depth, logits)
         # log-probs are never above 0, so that no child beats its parent
         log_probs, tokens = self.scorer.best(scores.log_softmax(-1), self.width)
         may_continue = self.may_have_children(depth)
         if may_continue is not None:
+            # children of a node that may have none stay candidates of likelihood 0, so that shapes are fixed
             log_probs = log_probs.masked_fill(~may_continue[..., None], -math.inf)
         # with [B, 1, D] logits all nodes get the same children
         tokens = tokens.expand(-1, self.read_likelihoods.shape[1], -1)  # [B, K, children]
@@ -421,10 +465,13 @@ class _DynamicTrees(_GrowingTrees):
         self.likelihoods.append(likelihoods.flatten(1))
 
     def finish(self, rows: list[int], levels: int) -> DeviceTrees:
-        """Return the trees of these rows, which have `levels` levels, without their roots.
+        """Return the trees of some rows, without their roots: the `nodes` likeliest candidates of all levels.
 
-        `rows` are indices in the group.
+        Args:
+            rows: The rows whose trees have ended, as indices in the group.
+            levels: The number of levels that these trees have.
         """
+        # [rows, 3, nodes]: token, parent's number and likelihood of each node
         columns = _keep_likeliest(
             _join_levels(self.tokens, rows),
             _join_levels(self.parents, rows),
@@ -441,26 +488,31 @@ class _DynamicTrees(_GrowingTrees):
         )
 
     def keep_rows(self, indices: list[int]) -> None:
-        """Drop all rows but these from the tensors of the group, as the trees of the others have ended."""
+        """Drop all rows but these (indices in the group) from the tensors, as the trees of the others have ended."""
         super().keep_rows(indices)
         self.parents = _pick_levels(self.parents, indices)
         self.likelihoods = _pick_levels(self.likelihoods, indices)
-        # `read_next` replaces the other two tensors before their rows are used
+        # `read_likelihoods` and `read_numbers` keep all rows: `read_next` replaces them before their rows are used
         self.tree_mask = pick_rows(self.tree_mask, indices)
 
     def read_next(self, depth: int) -> tuple[Tensor, Tensor, Tensor]:
         """Select the likeliest candidates of the last level as the nodes to read next.
 
+        Args:
+            depth: Not used; fixed shapes need it.
+
         Returns:
-            Their tokens [B, K], their parents [B, K] as indices among the nodes that were read of the level above, and
-            their tree mask [B, K, R], true at each node's ancestors and itself among all nodes read so far.
+            For each of B trees the K nodes' tokens [B, K], their parents [B, K] as indices among the nodes that were
+            read of the level above, and their tree mask [B, K, R], true at each node's ancestors and itself among all R
+            nodes read so far.
         """
         likelihoods = self.likelihoods[-1]
         best = likelihoods.topk(min(self.width, likelihoods.shape[1]))
-        # candidates are grouped by parent, and every parent has equally many: [B, C] -> [B, K]
+        # the C candidates are grouped by parent, and every parent has equally many: [B, C] -> [B, K]
         children_per_parent = likelihoods.shape[1] // self.read_likelihoods.shape[1]
         parents = best.indices // children_per_parent
         self.read_likelihoods = best.values
+        # candidates are numbered over all levels, after the root, which is 0
         self.read_numbers = self.count + best.indices
         self.count += likelihoods.shape[1]
         # a node sees what its parent sees, and itself
@@ -471,21 +523,23 @@ class _DynamicTrees(_GrowingTrees):
 
 
 def _keep_likeliest(tokens: Tensor, parents: Tensor, likelihoods: Tensor, *, nodes: int) -> Tensor:
-    """Select the likeliest candidates as the nodes of the tree.
+    """Select the likeliest candidates of each of B trees as the nodes of the tree.
 
     Args:
-        tokens: [B, C], of the candidates of all levels.
+        tokens: [B, C], of the C candidates of all levels.
         parents: [B, P], the number of each node that has candidates: 0 is the root, i + 1 is candidate i. Each has
             C / P candidates, grouped by parent.
         likelihoods: [B, C], log-likelihoods of the candidates' paths.
-        nodes: The largest number N of candidates to select.
+        nodes: The largest number N of candidates to select, without the root.
 
     Returns:
-        [B, 3, N], for each node its token, its parent's number in the tree and the bits of its fp32 log-likelihood.
+        [B, 3, N], for each node its token, its parent's number in the tree (0 is the root, i the i-th node) and the
+        bits of its fp32 log-likelihood. Nodes are in the order of the candidates, parents before children.
     """
+    # [B, C], the parent of each candidate
     parents = parents[..., None].expand(-1, -1, tokens.shape[1] // parents.shape[1]).flatten(1)
     # the sort is stable, so that a parent, which comes first, precedes a child with the same likelihood: no node is
-    # selected without its parent
+    # selected without its parent; the second sort restores the order of candidates
     selected = likelihoods.sort(descending=True, stable=True).indices[:, :nodes].sort().values
     # from a candidate's number to that of its node; -2 marks candidates that are not selected, and a tree refuses it
     # as a parent
@@ -503,10 +557,11 @@ class _FixedTrees(_GrowingTrees):
     """Trees of a fixed shape; only nodes that have children are read."""
 
     def __init__(self, **group: Any) -> None:
-        """Begin at the roots; the arguments are those of `_GrowingTrees`."""
+        """Begin at the roots of B trees; the arguments are those of `_GrowingTrees`."""
         super().__init__(**group)
         assert self.budget.paths is not None
         self.plans, self.parents = plan_levels(self.budget.paths, self.depth, self.device)
+        # the budget's depth may exceed that of the shape
         self.depth = len(self.plans)
         self.read_count = 1  # nodes that were read of the level above
         # of each level [B, nodes, V], the probs that its nodes were sampled from
@@ -522,8 +577,10 @@ class _FixedTrees(_GrowingTrees):
 
         Args:
             depth: Of the nodes that were read last; the root has depth 0.
-            logits: [B, K, D] after these nodes, or [B, 1, D] if they are the same after all of them.
+            logits: [B, K, D] over the draft vocabulary, after the K nodes of each of the B trees; [B, 1, D] if they are
+                the same after all of a tree's nodes.
         """
+        # plans begin with that of level 1, whose parents have depth 0
         plan = self.plans[depth]
         scores, probs = self.scorer.score(self.requests, depth, logits)
         _, best = self.scorer.best(scores, plan.width)
@@ -535,6 +592,7 @@ class _FixedTrees(_GrowingTrees):
         # with [B, 1, D] logits all nodes have the same children
         best = best.expand(-1, self.read_count, -1)
         self.last_tokens = best.flatten(1).index_select(1, plan.child_indices)
+        # once a node has too little confidence, none of its descendants belongs to the tree
         may_continue = self.may_have_children(depth)
         if may_continue is not None:
             is_unfinished = (
@@ -548,6 +606,7 @@ class _FixedTrees(_GrowingTrees):
             if self.is_unfinished is None
             else self.last_tokens.masked_fill(~self.is_unfinished, LEFT_OUT)
         )
+        # probs [B, K, V] come with sampled children, and verification needs those of each node
         if probs is not None:
             probs = probs.expand(-1, self.read_count, -1)
             if not self.draft_probs:
@@ -555,12 +614,15 @@ class _FixedTrees(_GrowingTrees):
             self.draft_probs.append(probs.index_select(1, plan.node_parents))
 
     def finish(self, rows: list[int], levels: int) -> DeviceTrees:
-        """Return the trees of these rows, which have `levels` levels, without their roots.
+        """Return the trees of some rows, without their roots.
 
-        `rows` are indices in the group.
+        Args:
+            rows: The rows whose trees have ended, as indices in the group.
+            levels: The number of levels that these trees have.
         """
         tokens = _join_levels(self.tokens, rows)[:, None]
         probs = _join_levels(self.draft_probs, rows) if self.draft_probs else None
+        # trees that end above the deepest level have the first nodes of the shape
         parents = self.parents[: 1 + tokens.shape[2]]
         is_partial = self.is_unfinished is not None
         batch_rows = [self.rows[row] for row in rows]
@@ -569,7 +631,7 @@ class _FixedTrees(_GrowingTrees):
         )
 
     def keep_rows(self, indices: list[int]) -> None:
-        """Drop all rows but these from the tensors of the group, as the trees of the others have ended."""
+        """Drop all rows but these (indices in the group) from the tensors, as the trees of the others have ended."""
         super().keep_rows(indices)
         self.draft_probs = _pick_levels(self.draft_probs, indices)
         self.last_tokens = pick_rows(self.last_tokens, indices)
@@ -580,13 +642,14 @@ class _FixedTrees(_GrowingTrees):
         """Select the nodes of level `depth` that have children as the K nodes to read next.
 
         Returns:
-            Their tokens [B, K], their parents [B, K] as indices among the nodes that were read of the level above, and
-            their tree mask [B, K, R], true at each node's ancestors and itself among all nodes read so far.
+            For each of B trees the K nodes' tokens [B, K], their parents [B, K] as indices among the nodes that were
+            read of the level above, and their tree mask [B, K, R], true at each node's ancestors and itself among all R
+            nodes read so far.
         """
         plan = self.plans[depth - 1]
         count = len(self.rows)
         self.read_count = len(plan.read_nodes)
-        # from here on for the nodes that are read, which are the parents of the next level
+        # from here on `is_unfinished` is of the nodes that are read, the parents of the next level
         if self.is_unfinished is not None:
             self.is_unfinished = self.is_unfinished.index_select(1, plan.read_nodes)
         tokens = self.last_tokens.index_select(1, plan.read_nodes)

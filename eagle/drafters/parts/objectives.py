@@ -45,7 +45,7 @@ class LanguageHead(Protocol):
     """
 
     @property
-    def weight(self) -> Tensor: ...  # [V, D]
+    def weight(self) -> Tensor: ...  # [V, width]
 
     # logits [.., V] of hidden states [.., D]
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor: ...
@@ -69,19 +69,19 @@ class OwnHead:
     bias: Tensor | None = None
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return logits [.., V], written to `out` where a buffer is passed."""
+        """Return logits [.., V] of states [.., width], written to `out` where a buffer is passed."""
         logits = torch.matmul(hidden.to(self.weight.dtype), self.weight.T, out=out)
         return logits if self.bias is None else logits.add_(self.bias)
 
     def slope(self, logits: Tensor, hidden: Tensor) -> None:
-        """Return None, as there is no softcap."""
+        """Return None: the head is linear, so `pull_back` needs nothing but the gradient."""
 
     def pull_back(self, gradient: Tensor, slope: Tensor | None) -> Tensor:
-        """Return the gradient at hidden states [.., D] from the gradient at their logits."""
+        """Return the gradient at states [.., width] from the gradient [.., V] at their logits; `slope` is None."""
         return gradient.to(self.weight.dtype) @ self.weight
 
     def cast(self, dtype: torch.dtype) -> OwnHead:
-        """Return this head in another precision, with gradients that reach its own tensors."""
+        """Return this head in another precision, as tensors from which autograd reaches this head's own."""
         bias = None if self.bias is None else self.bias.to(dtype)
         return OwnHead(self.weight.to(dtype), bias)
 
@@ -97,7 +97,10 @@ class BiasedHead:
     weight: Tensor  # [V, r], trained
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return logits [.., V] of states and codes [.., D + r], written to `out` where a buffer is passed."""
+        """Return logits [.., V] of states and codes, concatenated to [.., width + r] (r: the rank of the bias).
+
+        They are written to `out` where a buffer [.., V] is passed.
+        """
         state, code = self._split(hidden.to(self.weight.dtype))
         logits = self.target_head.logits(state, out=out)
         if out is None:
@@ -109,11 +112,11 @@ class BiasedHead:
 
         Args:
             logits: [.., V], with the bias.
-            hidden: [.., D + r], the states and codes that they are of.
+            hidden: [.., width + rank], the states and codes that the logits were made of.
 
         Returns:
-            None if that head is linear; the states [.., D] if it transforms them before its matrix; else the derivative
-            [.., V] of the target's logits by the values before their softcap.
+            None if that head is linear; the states [.., width] if it transforms them before its matrix; else the
+            derivative [.., V] of the target's logits by the values before their softcap.
         """
         if self.target_head.is_linear:
             return None
@@ -122,7 +125,10 @@ class BiasedHead:
         return self.target_head.slope(logits - code @ self.weight.T, state)
 
     def pull_back(self, gradient: Tensor, slope: Tensor | None) -> Tensor:
-        """Return the gradient at states and codes [.., D + r] from the gradient at the logits."""
+        """Return the gradient at states and codes [.., width + rank] from the gradient [.., V] at the logits.
+
+        `slope` is what the method of that name returned.
+        """
         # with a softcap the target's head overwrites the gradient that it gets, and the codes need it unchanged
         target_gradient = gradient if slope is None else gradient.clone()
         return torch.cat(
@@ -130,11 +136,11 @@ class BiasedHead:
         )
 
     def cast(self, dtype: torch.dtype) -> BiasedHead:
-        """Return this head in another precision, with gradients that reach its own matrix."""
+        """Return this head in another precision, as tensors from which autograd reaches this head's own matrix."""
         return BiasedHead(self.target_head.cast(dtype), self.weight.to(dtype))
 
     def _split(self, hidden: Tensor) -> tuple[Tensor, ...]:
-        """Return the states [.., D], the target's head's input, and the codes [.., r], from which the bias is made."""
+        """Split `hidden` into states [.., width], which the target's head reads, and codes [.., rank] of the bias."""
         width = hidden.shape[-1] - self.weight.shape[1]
         return hidden.tensor_split([width], dim=-1)
 
@@ -155,21 +161,25 @@ class SequenceTokens:
 def choose_teacher(
     loss: Loss, batch: Batch, slot_indices: Tensor, target_head: LanguageHead
 ) -> tuple[Tensor, LanguageHead | None, Objective]:
-    """Return what a head learns to predict two tokens after each slot: the arguments of `distillation_loss`.
+    """Return what a head learns to predict two tokens after each slot, as arguments of `distillation_loss`.
+
+    A slot i has the target's state of token i and token i + 1; the head predicts token i + 2 there. S slots are taught.
 
     Args:
-        loss: With "tokens" the teacher is the sequence's token, otherwise the target.
+        loss: With "tokens" the teacher is the sequence's own token, otherwise the target's probs.
         batch: The sequences, with the target's states.
-        slot_indices: [S], the index of each slot among all tokens.
+        slot_indices: [S], the index of each slot among all tokens of the batch.
         target_head: The target's LM head.
 
     Returns:
-        The teacher, tokens [S] or the target's states [S, D]; the LM head that maps the states to logits, None for
+        The teacher, tokens [S] or the target's states [S, width]; the LM head that maps the states to logits, None for
         tokens; and the divergence from the teacher.
     """
+    # the default divergence is the cross-entropy, the only one from tokens
     if loss == "tokens":
         return batch.tokens.index_select(0, slot_indices + 2), None, Objective()
     # the target predicts token i + 2 from its state at token i + 1
+    # tap -1 is the input of the target's LM head: [all tokens, width]
     target_hidden = batch.select_taps((-1,))[:, 0]
     return target_hidden.index_select(0, slot_indices + 1), target_head, Objective(loss)
 
@@ -180,8 +190,8 @@ def feature_regression(predicted: Tensor, target_hidden: Tensor, weights: Tensor
     It is a mean over the width and a weighted sum over steps and slots.
 
     Args:
-        predicted: The head's states [K, S, D].
-        target_hidden: The target's states [S, D], the same for all steps.
+        predicted: The head's states [K, S, width] of K draft steps at S slots.
+        target_hidden: The target's states [S, width] that they should equal, the same for all steps.
         weights: The weight of each slot in each step [K, S].
     """
     # half precision is too coarse for the loss
@@ -194,30 +204,33 @@ def feature_regression(predicted: Tensor, target_hidden: Tensor, weights: Tensor
 def step_weights(
     places: Tensor, steps: int, in_draft_vocab: Tensor | None = None, decay: float = 1.0
 ) -> Tensor:
-    """Return the loss weight [K, S] of each supervised slot in each draft step, for states from `align_steps`.
+    """Return the loss weight [K, S] of each of S supervised slots in each of K draft steps.
 
-    It is decay^s / S in step s if a draft that began s slots earlier reaches the slot, else 0.
-
-    Args:
-        places: [S], the index of each supervised slot among all tokens.
-        steps: K.
-        in_draft_vocab: As in `reached_steps`.
-        decay: The weight of a step relative to the step before.
-    """
-    decays = decay ** torch.arange(steps, device=places.device)
-    reached = reached_steps(places, steps, in_draft_vocab)
-    return reached * (decays / max(len(places), 1))[:, None]
-
-
-def reached_steps(places: Tensor, steps: int, in_draft_vocab: Tensor | None = None) -> Tensor:
-    """Return a bool [K, S]: whether a draft that began s slots earlier reaches a slot in step s.
-
-    It does if the slot and all slots from its beginning are supervised and in the draft vocabulary.
+    It is decay^s / S in step s if a draft that began s slots earlier reaches the slot, else 0. It is for states that
+    `align_steps` has shifted, so that all steps of a slot predict the same token.
 
     Args:
         places: [S], the index of each supervised slot among all tokens, in ascending order.
         steps: K.
-        in_draft_vocab: [S], whether the head can draft the token that a slot predicts; None: it can draft all.
+        in_draft_vocab: [S] bool, whether the head can draft the token that a slot predicts; None: it can draft all.
+        decay: The weight of a step relative to the step before.
+    """
+    decays = decay ** torch.arange(steps, device=places.device)
+    reached = reached_steps(places, steps, in_draft_vocab)
+    # a batch may have no supervised slot
+    return reached * (decays / max(len(places), 1))[:, None]
+
+
+def reached_steps(places: Tensor, steps: int, in_draft_vocab: Tensor | None = None) -> Tensor:
+    """Return a bool [K, S]: in step s of K, whether a draft that began s slots earlier reaches each of S slots.
+
+    It does if all slots from the draft's beginning up to this one are supervised, and their tokens are in the draft
+    vocabulary.
+
+    Args:
+        places: [S], the index of each supervised slot among all tokens, in ascending order.
+        steps: K.
+        in_draft_vocab: [S] bool, whether the head can draft the token that a slot predicts; None: it can draft all.
     """
     if in_draft_vocab is None:
         in_draft_vocab = torch.ones_like(places, dtype=torch.bool)
@@ -232,16 +245,18 @@ def reached_steps(places: Tensor, steps: int, in_draft_vocab: Tensor | None = No
 
 
 def align_steps(states: Iterable[Tensor]) -> Tensor:
-    """Return the states of all steps [K, S, D], shifted so that one row of all steps predicts the same token.
+    """Return the states of K draft steps [K, S, width], shifted so that a row of all steps predicts the same token.
 
     In step s a draft predicts s tokens further, so row r of step s gets the state of the draft that began s slots
-    earlier. All steps then share the teacher's logits. Rows without such a draft are zeros, which have no weight.
+    earlier. All steps then share the teacher's logits. Rows without such a draft are zeros; the weights of
+    `reached_steps` are 0 there.
 
     Args:
-        states: The states [S, D] of each step, a row for each supervised slot at which a draft begins.
+        states: The states [S, width] of each step, a row for each of the S supervised slots, at which a draft begins.
     """
     aligned = []
     for step, state in enumerate(states):
+        # there may be fewer slots than steps
         shift = min(step, len(state))
         aligned.append(F.pad(state[: len(state) - shift], (0, 0, shift, 0)))
     return torch.stack(aligned)
@@ -259,20 +274,24 @@ def distillation_loss(
     dtype: torch.dtype | None = None,
     sequence_tokens: SequenceTokens | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the weighted divergence of the student's probs from the teacher's, and each step's part of it [K].
+    """Return the weighted divergence of the student's probs from the teacher's, over K draft steps and S slots (rows).
 
     Logits are made for one chunk of rows at a time, because those of all rows may not fit in memory. The teacher's
     logits serve all steps. The same pass computes the gradients at the states and at the trained matrices and biases.
 
     Args:
-        student: The inputs of the student's LM head [K, S, D'].
-        teacher: The inputs of the teacher's LM head [S, D], or the tokens [S] to predict if the teacher has no head.
+        student: The inputs of the student's LM heads [K, S, width], as `align_steps` shifts them: row s of all steps
+            predicts the same token.
+        teacher: The inputs of the teacher's LM head [S, width], or the tokens [S] to predict if it has no head.
         weights: The weight of each row in each step [K, S].
-        heads: The student's LM heads, one for all steps or one for each, and the teacher's, None for tokens.
+        heads: The student's LM heads, one for all steps or one for each; and the teacher's, None for tokens.
         objective: The divergence; None for the cross-entropy.
         dtype: The precision of the student's matrix products; None for that of its heads.
         sequence_tokens: The sequences' tokens, which get the weight `objective.tokens`. The overlaps of student and
             teacher are written to it. None for neither.
+
+    Returns:
+        The loss, and each step's part of it [K], for logs: only the loss has a gradient.
     """
     students, teacher_head = heads
     students = students if isinstance(students, Sequence) else [students]
@@ -283,10 +302,12 @@ def distillation_loss(
     # the heads of a group are read together because they share the teacher's logits; without a teacher's head there are
     # none to share, so each head is a group, and the logits of only one are in memory
     groups = [students] if teacher_head is not None else [[head] for head in students]
+    # a single group has all steps; several groups have one step and its head each
     totals = []
     step_losses = []
     by_group = zip(groups, student.chunk(len(groups)), weights.chunk(len(groups)), strict=True)
     for group, states, weight in by_group:
+        # arguments of their own, as autograd finds no tensors inside of `_Settings`
         trained = [head.weight for head in group] + [_bias_of(head) for head in group]
         cast = group if dtype is None else [head.cast(dtype) for head in group]
         settings = _Settings(cast, teacher_head, objective or Objective(), sequence_tokens)
@@ -297,7 +318,7 @@ def distillation_loss(
 
 
 def _bias_of(head: LanguageHead) -> Tensor | None:
-    """Return a head's trained bias [V], None if it has none."""
+    """Return a head's trained bias [V]; None if it has none, as any head but an `OwnHead`."""
     return head.bias if isinstance(head, OwnHead) else None
 
 
@@ -328,13 +349,19 @@ class _Distilled(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         """Compute losses and gradients chunk by chunk; return the loss and each step's part of it [K].
 
-        The arguments are those of `distillation_loss`; `trained` are the matrices of the student's heads, then their
-        biases.
+        Args:
+            ctx: Gets the gradients, for `backward`.
+            student: The inputs of the student's LM heads [K, S, width], at S slots in each of K draft steps.
+            teacher: The inputs of the teacher's LM head [S, width], or tokens [S].
+            weights: The weight of each slot in each step [K, S].
+            settings: The heads, the objective and the sequences' tokens.
+            trained: The matrices of the student's heads, then their biases (None for a head without one).
         """
         steps, count, _ = student.shape
         wide = torch.promote_types(student.dtype, torch.float32)
         # the gradients of matrices are summed over chunks, in fp32 or better so that small terms are not lost
         grads: list[Tensor | None] = []
+        # the four arguments before `trained` are skipped
         for tensor, needs_grad in zip(trained, ctx.needs_input_grad[4:], strict=True):
             if tensor is None or not needs_grad:
                 grads.append(None)
@@ -365,7 +392,11 @@ class _Distilled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        """Scale the gradients that the forward pass computed, those of matrices in place because they are large."""
+        """Return the gradients that the forward pass computed, scaled by that at the loss, the first of `upstream`.
+
+        Those of matrices are scaled in place because they are large. The second output, the losses by step, has no
+        gradient.
+        """
         grad_student, *grads = ctx.saved_tensors
         grad_trained = [
             grads.pop(0).mul_(upstream[0]) if has_grad else None for has_grad in ctx.has_grad
@@ -394,11 +425,12 @@ class _ChunkDistiller:
             chunks: The chunks of rows; the largest decides the size of the buffers.
         """
         self.settings = settings
+        # the sums for matrices come first, one for each head, then those for biases
         self.grad_weights = grads[: len(settings.students)]
         self.grad_biases = grads[len(settings.students) :]
         # allocated once, for the largest chunk: fresh tensors would leave the logits of two chunks in memory at a time
         rows = max((chunk.stop - chunk.start for chunk in chunks), default=0)
-        # [V, D]; the other students' have the same size and precision
+        # [V, width]; the other students' have the same size and precision
         weight = settings.students[0].weight
         self.logits = weight.new_empty(rows * steps, len(weight))
         self.target_logits: Tensor | None = None
@@ -415,16 +447,25 @@ class _ChunkDistiller:
     def __call__(
         self, rows: slice, student: Tensor, teacher: Tensor, weights: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the weighted losses [K] of a chunk, and the gradient at its states [K, R, D].
+        """Return the weighted losses [K] of a chunk of R rows in K draft steps, and the gradient at its states.
 
-        The gradients of matrices and biases are added to the sums. Except for `rows`, which slices all rows, the
-        arguments are those of `distillation_loss` for the chunk's R rows.
+        The gradients of matrices and biases are added to the sums in place, and overlaps are written to the sequences'
+        tokens in the settings.
+
+        Args:
+            rows: The chunk's rows among all rows, the supervised slots.
+            student: The inputs of the student's LM heads at these rows [K, R, width].
+            teacher: The inputs of the teacher's LM head [R, width], or the tokens [R] if the teacher has no head.
+            weights: The weight of each row in each step [K, R].
+
+        Returns:
+            The losses [K], and the gradient at `student` [K, R, width].
         """
         heads = self.settings.students
         steps, count, _ = student.shape
         if self.settings.teacher_head is not None and self.target_logits is not None:
             teacher = self.settings.teacher_head.logits(teacher, out=self.target_logits[:count])
-        # [K * R, D], as a product of a three-dimensional tensor would copy the matrix
+        # [K * R, width], as a product of a three-dimensional tensor would copy the matrix
         hidden = student.flatten(0, 1).to(heads[0].weight.dtype)
         hidden_by_head = hidden.chunk(len(heads))
         buffers = self.logits[: len(hidden)].chunk(len(heads))
@@ -432,6 +473,7 @@ class _ChunkDistiller:
         slopes = []
         for head, states, buffer in zip(heads, hidden_by_head, buffers, strict=True):
             logits.append(head.logits(states, out=buffer))
+            # asked for now, as the logits are overwritten below
             slopes.append(head.slope(logits[-1], states))
         # one head for all steps has all K steps' logits in one tensor: split them into K tensors [R, V]
         logits_by_step: list[Tensor] = []
@@ -446,7 +488,7 @@ class _ChunkDistiller:
         losses = _loss_and_grad_(
             logits_by_step, teacher, wide, self.settings.objective, chunk_tokens
         )
-        # `logits` now hold the gradients at the logits: they were overwritten to save memory
+        # `logits` now hold the gradients at the logits, without the rows' weights: they were overwritten to save memory
         grad = self._pull_back(hidden, weights.reshape(-1, 1), logits, slopes)
         return (losses * weights).sum(-1), grad.to(student.dtype).view(steps, count, -1)
 
@@ -457,12 +499,14 @@ class _ChunkDistiller:
         grad_logits: Sequence[Tensor],
         slopes: Sequence[Tensor | None],
     ) -> Tensor:
-        """Return the gradient at states [K * R, D], and add the chunk's gradients of matrices and biases to the sums.
+        """Return the gradient at states [K * R, width], and add those of matrices and biases to the sums, in place.
+
+        The first dimension has the chunk's R rows of each of K draft steps, one step after the other.
 
         Args:
-            hidden: The inputs of the LM heads [K * R, D].
+            hidden: The inputs of the LM heads [K * R, width].
             weights: The loss weight of each row [K * R, 1], which `grad_logits` do not have yet.
-            grad_logits: The gradient at the logits of each head.
+            grad_logits: The gradient at the logits of each head, [rows of the head's steps, V].
             slopes: What each head's `slope` returned.
         """
         heads = self.settings.students
@@ -484,7 +528,10 @@ class _ChunkDistiller:
 
 
 def _add_product_(total: Tensor, left: Tensor, right: Tensor, buffer: Tensor | None) -> None:
-    """Add left @ right to a sum of gradients in place; `buffer` gets the product first if it has another precision."""
+    """Add left @ right to a sum of gradients in place; `buffer` gets the product first if `total` is more precise.
+
+    `buffer` is None if the factors and the sum have one precision.
+    """
     if buffer is None:
         total.addmm_(left, right)
     else:
@@ -498,14 +545,16 @@ def _loss_and_grad_(
     objective: Objective,
     sequence_tokens: SequenceTokens | None,
 ) -> Tensor:
-    """Return the loss [K, R] of each row in each step, and overwrite the logits with the gradient at them.
+    """Return the loss [K, R] of each of R rows in each of K steps, and overwrite the logits with the gradient at them.
+
+    Neither has the rows' loss weights yet.
 
     Args:
         logits: The student's of each step [R, V], overwritten.
         teacher: The teacher's logits [R, V], or the tokens [R] to predict.
         wide: The precision of the losses and of softmax.
         objective: The divergence.
-        sequence_tokens: As in `distillation_loss`, for these rows.
+        sequence_tokens: The sequences' tokens at these rows, if the loss also learns them; overlaps are written to it.
     """
     losses = torch.empty(len(logits), len(teacher), dtype=wide, device=teacher.device)
     # the probs in fp32 and temporary tensors of their size are several times larger than the logits, so they are made
@@ -514,6 +563,7 @@ def _loss_and_grad_(
     size = max(limit // logits[0].shape[1], 1)
     for first in range(0, len(teacher), size):
         rows = slice(first, first + size)
+        # probs or tokens
         target = teacher[rows]
         if teacher.is_floating_point():
             target = target.softmax(-1, dtype=wide)
@@ -535,15 +585,18 @@ def _loss_and_grad_(
 def _chunks(
     count: int, steps: int, weight: Tensor, heads: int = 1, learned: bool = False
 ) -> list[slice]:
-    """Split the rows into chunks, so that the logits of a chunk in all steps fit in memory at a time.
+    """Split the rows, the supervised slots, into chunks, so that the logits of a chunk in all steps fit in memory.
+
+    All chunks but the last have enough rows for efficient matrix products, even if their logits take more memory.
 
     Args:
         count: The number of all rows.
         steps: The number of draft steps.
-        weight: [V, D], of a student's head.
+        weight: [V, width], of a student's head.
         heads: The number of the student's heads.
         learned: Whether the heads' matrices are trained.
     """
+    # of a row's logits in all steps
     row_bytes = weight.element_size() * weight.shape[0] * steps
     min_product_rows = (LEARNED if learned else 1) * ROWS * heads
     # a row of the chunk is a row of the product in each step; rounded up

@@ -12,9 +12,9 @@ from torch import Tensor
 
 
 def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Apply the rotary embedding to queries or keys x [N, heads * w], and return [heads, N, w].
+    """Apply the rotary embedding to queries or keys x [N, heads * w] of N tokens, and return [heads, N, w].
 
-    `rotary` are the cosines and sines [N, w] of the rows' positions.
+    `rotary` are the cosines and sines [N, w] of the tokens' positions; w is the width of a head.
     """
     cosine, sine = rotary
     heads = x.unflatten(-1, (-1, cosine.shape[-1]))
@@ -26,12 +26,13 @@ class _Rotated(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        """Return heads [N, heads, width] of N tokens, rotated by the angles in the tables [N, width]."""
         ctx.save_for_backward(cosine, sine)
         return _turn(heads, cosine, sine)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        # the gradient is rotated back by the same angles
+        """Return the gradient at the heads, which is that at the output rotated back, and None for the two tables."""
         cosine, sine = ctx.saved_tensors
         return _turn(grads[0], cosine, -sine), None, None
 
@@ -39,7 +40,8 @@ class _Rotated(torch.autograd.Function):
 def _turn(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     """Return heads [N, heads, w] with each pair of elements i and i + w / 2 rotated by the angle in the tables.
 
-    It computes in the precision of the tables or better, and returns that of the input.
+    The tables are cosines and sines [N, w], for the position of each of the N tokens. It computes in the precision of
+    the tables or better, and returns that of the input.
     """
     # (x, y) -> (x cos - y sin, y cos + x sin)
     wide = heads.to(torch.promote_types(heads.dtype, cosine.dtype))
@@ -52,9 +54,10 @@ def _turn(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 
 def rotate_heads(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Apply the rotary embedding to queries or keys [B, heads, T, w] in four kernel launches, for drafting.
+    """Return queries or keys [B, heads, T, w] with the rotary embedding, made in few kernel launches, for drafting.
 
-    `rotary` are the cosines and sines [B, T, w] of the rows' positions. It has no gradient.
+    `rotary` are the cosines and sines [B, T, w] at the positions of T tokens of each of B sequences; w is the width of
+    a head. It changes tensors in place and is not meant for a backward pass.
     """
     cosine, sine = rotary
     half = x.shape[-1] // 2
@@ -65,7 +68,7 @@ def rotate_heads(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def _inverse(x: Tensor, eps: float) -> Tensor:
-    """Return RMSNorm's factor 1 / sqrt(mean(x^2) + eps) of each row [.., 1], in fp32 or better."""
+    """Return RMSNorm's factor 1 / sqrt(mean(x^2) + eps) [.., 1] of each row of x [.., width], in fp32 or better."""
     wide = torch.promote_types(x.dtype, torch.float32)
     size = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
     return size.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
@@ -77,7 +80,7 @@ def _norm_backward(
     """Return RMSNorm's gradients at x [N, H] and at the weight [H], computed in the precision of `inverse`.
 
     Args:
-        grad_out: [N, H], the gradient at the output.
+        grad_out: [N, H], the gradient at the output of the N rows.
         x: [N, H], the input.
         weight: [H], the gain.
         inverse: [N, 1], what `_inverse` returned for x.
@@ -97,6 +100,7 @@ class RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Return x [.., hidden size] with each row normed and multiplied by the weight [hidden size]."""
         inverse = _inverse(x, eps)
         ctx.save_for_backward(x, weight, inverse)
         return (x * inverse).mul_(weight).to(x.dtype)
@@ -109,6 +113,7 @@ class RMSNorm(torch.autograd.Function):
         grad_x, grad_weight = _norm_backward(
             grads[0].flatten(0, -2), rows, weight, inverse.flatten(0, -2)
         )
+        # eps has no gradient
         return grad_x.view_as(x), grad_weight, None
 
 
@@ -122,7 +127,10 @@ class SwiGLUResidual(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, gain: Tensor, eps: float, w_gate: Tensor, w_up: Tensor, w_down: Tensor
     ) -> Tensor:
-        """Return y [N, H] from x [N, H], the norm's gain [H] and the matrices of gate, up and down projection."""
+        """Return y [N, hidden size] from the states x [N, hidden size] of N tokens.
+
+        `gain` [hidden size] and `eps` are the norm's; the others are the matrices of gate, up and down projection.
+        """
         inverse = _inverse(x, eps)
         normed = (x * inverse).mul_(gain).to(x.dtype)
         gate = F.linear(normed, w_gate)
@@ -132,7 +140,7 @@ class SwiGLUResidual(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients at x, the gain and the three matrices, from that at y [N, H]."""
+        """Return the gradients at x, the gain and the three matrices, from that at y; eps gets None."""
         x, gain, inverse, gate, up, *matrices = ctx.saved_tensors
         dtype = gate.dtype
         # in the precision that the forward pass used: autocast had cast the fp32 matrices
@@ -144,13 +152,14 @@ class SwiGLUResidual(torch.autograd.Function):
         grad_product = grad_out @ w_down
         grad_w_down = grad_out.T @ (active * up)
         grad_up = active.mul_(grad_product)
+        # from here on `active` holds `grad_up`, and `grad_product` the gradient at silu(gate)
         grad_gate = torch.ops.aten.silu_backward(grad_product.mul_(up), gate)
         grad_normed = torch.addmm(grad_up @ w_up, grad_gate, w_gate)
         grad_x, grad_gain = _norm_backward(grad_normed, x, gain, inverse)
         grad_matrices = [grad_gate.T @ normed, grad_up.T @ normed, grad_w_down]
         # a gradient has its parameter's precision, fp32 under autocast
         return (
-            grad_x.add_(grads[0]),
+            grad_x.add_(grads[0]),  # the residual passes y's gradient on as it is
             grad_gain,
             None,
             *(grad.to(gain.dtype) for grad in grad_matrices),

@@ -20,12 +20,12 @@ from eagle.disk import open_tensors, write_tensors
 def count_frequent(
     supervised: Iterable[Tensor] | None, size: int, vocab_size: int, *, key: str
 ) -> Tensor:
-    """Return the `size` most frequent supervised tokens [size] in ascending order.
+    """Return the ids of the `size` most frequent supervised tokens [size] in ascending order.
 
     Args:
-        supervised: The supervised tokens of each sequence.
+        supervised: The supervised tokens of each sequence, those of the assistant's answers.
         size: How many tokens are chosen.
-        vocab_size: The target's.
+        vocab_size: The size of the target's vocabulary.
         key: The recipe's key that asks for them, for the error.
 
     Raises:
@@ -39,13 +39,13 @@ def count_frequent(
 def save_draft_vocab(path: str | Path, counts: Tensor, size: int, identity: dict[str, Any]) -> None:
     """Write a draft vocabulary of the `size` most frequent tokens to a file.
 
-    The file has `d2t` [D], which is added to a draft token's id to get the target's id, and `t2d` [V], whether a target
-    token is in the draft vocabulary.
+    The file has `d2t` [size], which is added to a draft token's id to get the target's id, and `t2d` [V], whether each
+    of the target's V tokens is in the draft vocabulary: EAGLE-3's tables.
 
     Args:
         path: The file.
         counts: [V], how often each token is supervised in the data.
-        size: D.
+        size: The number of tokens in the draft vocabulary.
         identity: What names the tokenizer and the data; `load_draft_vocab` compares it.
     """
     selected = most_frequent(counts, size)
@@ -58,9 +58,18 @@ def save_draft_vocab(path: str | Path, counts: Tensor, size: int, identity: dict
 def load_draft_vocab(
     path: str | Path, expected: dict[str, Any] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return `d2t` [D] and `t2d` [V] of a draft vocabulary file, as `save_draft_vocab` describes them.
+    """Return the two tables of a draft vocabulary file.
 
-    ValueError if its identity differs from `expected`: it was made with another tokenizer or from other data.
+    Args:
+        path: A file of `save_draft_vocab`.
+        expected: What must be equal in the file's identity, which names the tokenizer and the data; None: nothing.
+
+    Returns:
+        `d2t` [D], what to add to the id of each of the D draft tokens to get the target's id; and `t2d` [V] bool,
+        whether each of the target's V tokens is in the draft vocabulary.
+
+    Raises:
+        ValueError: There is no file, or it was made with another tokenizer or from other data.
     """
     if not Path(path).is_file():
         raise ValueError(
@@ -82,17 +91,18 @@ def load_draft_vocab(
 def choose_draft_vocab(
     requested: int | str | None, supervised: Iterable[Tensor] | None, vocab_size: int
 ) -> Tensor:
-    """Return the draft vocabulary as target tokens [D], in ascending order.
+    """Return the draft vocabulary: the ids of D tokens of the target [D], in ascending order.
 
     Args:
         requested: None for all tokens, a number for the most frequent tokens, or the path of a draft vocabulary file.
-        supervised: The supervised tokens of each sequence, whose frequencies are counted.
-        vocab_size: V.
+        supervised: The supervised tokens of each sequence, whose frequencies are counted; needed only for a number.
+        vocab_size: The size of the target's vocabulary.
     """
     if requested is None:
         return torch.arange(vocab_size)
     if isinstance(requested, int):
         return count_frequent(supervised, requested, vocab_size, key="drafter.draft_vocab")
+    # `t2d` tells which tokens of the target are in the draft vocabulary
     _, t2d = load_draft_vocab(requested)
     if len(t2d) != vocab_size:
         raise ValueError(
@@ -103,7 +113,7 @@ def choose_draft_vocab(
 
 
 def draft_vocab_size(shape: HeadShape) -> int:
-    """Return the number D of tokens that a head of these sizes can draft."""
+    """Return the number of tokens that a head of these sizes can draft: all of the target's by default."""
     return getattr(shape, "draft_vocab_size", None) or shape.vocab_size
 
 
@@ -122,37 +132,58 @@ class ReducedVocab:
     narrowed: tuple[TargetHead, ...] = ()
 
     def add_tables(self, shape: HeadShape) -> None:
-        """Register both tables if the head drafts a part of the tokens: engines read them from such heads alone."""
+        """Register buffers for `d2t` and `t2d` if the head drafts only a part of the target's tokens.
+
+        They are zeros until `fill_tables` or a checkpoint sets them. Other heads have no such buffers, because engines
+        read them as the sign of a reduced vocabulary.
+        """
         size = draft_vocab_size(shape)
         if size < shape.vocab_size:
             self.register_buffer("d2t", torch.zeros(size, dtype=torch.long))
             self.register_buffer("t2d", torch.zeros(shape.vocab_size, dtype=torch.bool))
 
     def fill_tables(self, tokens: Tensor) -> None:
-        """Set the draft vocabulary [D] of a new head, in ascending order; nothing if it is the target's."""
+        """Set both tables of a new head in place; nothing is done if its vocabulary is the target's.
+
+        Args:
+            tokens: [D], the target's ids of the draft vocabulary, in ascending order.
+        """
         if self.own_drafts is not None:
             self.d2t.copy_(tokens - torch.arange(len(tokens)))
             self.t2d[tokens] = True
 
     @property
     def own_drafts(self) -> Tensor | None:
-        """[D], the draft vocabulary that the head was trained with; None for all tokens."""
+        """[D], the target's ids of the draft vocabulary that the head was trained with; None for all tokens."""
         if not hasattr(self, "d2t"):
             return None
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     @property
     def drafts(self) -> Tensor | None:
-        """[D], the tokens that are drafted; None for all."""
+        """[D], the target's ids of the tokens that are drafted, one for each logit; None for all tokens.
+
+        They are the head's own draft vocabulary, or for a head that was trained on all tokens, those to which drafting
+        is restricted.
+        """
         own_drafts = self.own_drafts
         return self.restricted if own_drafts is None else own_drafts
 
     @drafts.setter
     def drafts(self, tokens: Tensor | None) -> None:
+        """Restrict drafting to these tokens [D] (None: all); a head with its own draft vocabulary keeps that."""
         self.restricted = tokens
 
     def find_drafts(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rows of tokens in the draft vocabulary, 0 for those outside, and whether each is inside."""
+        """Look up tokens in the draft vocabulary that the head was trained with.
+
+        Args:
+            tokens: Ids of the target's tokens, of any shape.
+
+        Returns:
+            Of each token its id in the draft vocabulary, which is its row in the head's LM head, 0 for tokens outside;
+            and whether it is inside. Both have the shape of `tokens`.
+        """
         drafts = self.own_drafts
         if drafts is None:
             return tokens, torch.ones_like(tokens, dtype=torch.bool)
@@ -163,7 +194,8 @@ class ReducedVocab:
     def narrow_once(self, target_head: TargetHead, tokens: Tensor | None) -> TargetHead:
         """Return the target's LM head with only the rows of these tokens; the whole head for None.
 
-        A head always passes the same tokens: it is cut once for a target.
+        The rows are copied once for a target and then cached, which is right because a draft head always passes the
+        same tokens.
         """
         if tokens is None:
             return target_head
@@ -172,8 +204,12 @@ class ReducedVocab:
         return self.narrowed[1]
 
     def on_all_tokens(self, logits: Tensor) -> Tensor:
-        """Return logits of the draft vocabulary [.., D] as [.., V], with minus infinity at all other tokens."""
+        """Return logits of the D drafted tokens [.., D] as logits of all V tokens of the target [.., V].
+
+        All other tokens get minus infinity. Logits [.., V] are returned unchanged.
+        """
         drafts = self.drafts
+        # a head without its own vocabulary makes logits of all tokens where the target's whole LM head is passed
         if drafts is None or logits.shape[-1] == self.shape.vocab_size:
             return logits
         all_logits = logits.new_full((*logits.shape[:-1], self.shape.vocab_size), -torch.inf)

@@ -47,13 +47,14 @@ class ChildScorer:
         """Score every token as a child of each node of a level.
 
         Args:
-            requests: Those of the B rows: either all have noise (their targets sample) or none has.
+            requests: Those of the B rows (sequences): either all have noise (their targets sample) or none has.
             depth: Of the nodes; the root has depth 0.
-            logits: [B, K, D], the drafter's after each node.
+            logits: [B, K, D], the drafter's after each of the level's K nodes, over the D tokens of the draft
+                vocabulary.
 
         Returns:
             The scores [B, K, D], unnormalised log-probs of being the token that the target chooses, and the probs
-            [B, K, V] that children are sampled from, None if they are not sampled.
+            [B, K, V] over the target's V tokens that children are sampled from, None if they are not sampled.
         """
         logits = logits.float()
         if requests[0].noise is None:
@@ -69,8 +70,13 @@ class ChildScorer:
     def _score_row(self, request: DraftRequest, depth: int, logits: Tensor) -> Tensor:
         """Return the scores [K, D] of one row whose target samples at T > 0, if its children are not sampled.
 
-        With `draw` "noise" the target's noise at the children's position is known and added; otherwise it is treated as
-        unknown.
+        The target adds noise to its logits that is fixed by the position, so the drafter may know it: with `draw`
+        "noise" that at the children's position is added; with "likeliest" it is treated as unknown.
+
+        Args:
+            request: That of the row.
+            depth: Of the nodes; the root has depth 0.
+            logits: [K, D], the drafter's after each of the K nodes, over the D tokens of the draft vocabulary.
         """
         noise = request.noise
         assert noise is not None
@@ -86,13 +92,21 @@ class ChildScorer:
     def _sample_row(self, request: DraftRequest, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return the scores [K, D] of one row whose children are sampled, and the probs [K, V] that they come from.
 
-        The noise is the drafter's, not the target's. The best k of log-probs plus Gumbel noise are k samples from these
-        probs without replacement.
+        The noise is the drafter's, not the target's. The best k of logits plus Gumbel noise are k samples from the
+        softmax without replacement.
+
+        Args:
+            request: That of the row.
+            logits: [K, D], the drafter's after each of the level's K nodes, over the D tokens of the draft vocabulary.
+
+        Returns:
+            The scores, and the probs over all V tokens of the target, 0 at those outside of the draft vocabulary.
         """
         noise = request.noise
         assert noise is not None
         logits = noise.filter_logits(logits)
-        drafter_noise = noise.draft_noise(len(logits))  # [K, V]
+        # [K, V], Gumbel noise times the temperature, so it is added to plain logits
+        drafter_noise = noise.draft_noise(len(logits))
         probs = (logits / noise.temperature).softmax(-1)
         # verification compares these with the target's probs, so they get the target's vocabulary
         if self.drafts is not None:
@@ -100,15 +114,19 @@ class ChildScorer:
         return logits + self._in_draft_vocab(drafter_noise), probs
 
     def best(self, scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Return the highest `count` scores of each node and their tokens in the target's vocabulary [B, K, count]."""
+        """Return the highest `count` scores of each node and their tokens in the target's vocabulary.
+
+        `scores` are [B, K, D], of B rows, K nodes and D draft tokens; both results are [B, K, count], or [B, K, D] if
+        there are fewer draft tokens.
+        """
         values, indices = scores.topk(min(count, scores.shape[-1]))
         return values, indices if self.drafts is None else self.drafts[indices]
 
     def _in_draft_vocab(self, noise: Tensor) -> Tensor:
-        """Return noise [K, V] at the tokens of the draft vocabulary, [K, D]."""
+        """Return noise [nodes, V] over the target's V tokens at those of the draft vocabulary alone."""
         return noise if self.drafts is None else noise[:, self.drafts]
 
 
 def _stack(rows: list[Tensor]) -> Tensor:
-    """Return the tensors of rows stacked to [B, ..]; a single one is not copied."""
+    """Return the tensors of B rows stacked to [B, ..]; a single one is not copied."""
     return rows[0][None] if len(rows) == 1 else torch.stack(rows)

@@ -26,13 +26,13 @@ Pair = tuple[Tensor, Tensor]
 
 
 def run_part(part: Callable[..., Any], *inputs: Any) -> Any:
-    """Call a function of a block's computation with these inputs, uncompiled: what `run` arguments are by default."""
+    """Return the result of a function of a block's computation, called uncompiled: the default of `run` arguments."""
     return part(*inputs)
 
 
 @cache
 def compile_part(part: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of a block's computation, compiled once for batches of all lengths."""
+    """Return a function of a block's computation, compiled once for batches of all lengths and cached."""
     return torch.compile(part, dynamic=True)
 
 
@@ -45,11 +45,11 @@ class CompiledParts:
     is_compiled = False
 
     def _run(self, part: Callable[..., Any], *inputs: Any) -> Any:
-        """Call a function of a block's computation with these inputs, compiled if the head is."""
+        """Return the result of a function of a block's computation for these inputs, compiled if the head is."""
         return run_part(compile_part(part) if self.is_compiled else part, *inputs)
 
     def compile_parts(self) -> None:
-        """Run these functions compiled from now on."""
+        """Run the functions that `_run` gets, those of a block around attention, compiled from now on."""
         self.is_compiled = True
 
 
@@ -66,14 +66,15 @@ def sequence_positions(
         window: Which earlier slots a supervised slot attends to; None: all of its sequence.
 
     Returns:
-        The slots' indices [N] among all tokens of the batch, their positions [N] in their sequence, and spans of the
-        supervised slots, which count slots and not tokens.
+        The indices [N] of all N slots among all tokens of the batch, their positions [N] in their sequence, and the
+        supervised slots as `Spans`, whose indices are among the N slots and not among all tokens.
     """
     slots = []
     positions = []
     masks = []
     start = 0
     for length, mask in zip(batch.lengths, batch.loss_mask.split(batch.lengths), strict=True):
+        # a sequence of fewer than three tokens has no slot
         position = torch.arange(max(length - 2, 0))
         slots.append(start + position)
         positions.append(position)
@@ -85,7 +86,11 @@ def sequence_positions(
 
 
 def position_tables(rotary: Rotary, like: Tensor, length: int) -> Callable[[Tensor], Pair]:
-    """Return a function that looks up the rotary tables [N, w] of positions [N], which are below `length`."""
+    """Return a function that looks up rotary tables, made once here for all positions below `length`.
+
+    It maps N positions [N] to their cosines and sines, [N, w] each; w is the width of a head. `like` has the dtype and
+    the device of the tables.
+    """
     cosine, sine = rotary(like, torch.arange(length, device=like.device)[None])
     # without the batch dimension: [length, w]
     cosine = cosine[0]
@@ -101,26 +106,29 @@ def read_context(
     run: Callable[..., Any] = run_part,
     window: Window | None = None,
 ) -> tuple[list[Pair], tuple[Tensor, ...]]:
-    """Run all blocks but the last at every slot, and return the keys and values of every block.
+    """Run all blocks but the last at every slot of a batch, and return the keys and values of every block.
 
-    Supervised slots attend to these keys and values. The last block's output is needed only at supervised slots, so it
-    is left to the caller.
+    A slot is a position at which training reads a token: every token of a sequence but the last two has one. Supervised
+    slots attend to these keys and values. The last block's output is needed only at supervised slots, so it is left to
+    the caller.
 
     Args:
         layers: The blocks.
-        inputs: The inputs of the first block at all slots, as `Block.inputs` returns them.
+        inputs: The inputs of the first block at all N slots, as `Block.inputs` returns them.
         tables: Rotary tables at all slots.
         batch: The sequences.
         run: Calls a function of a block's computation, compiled or not.
         window: Which earlier slots a slot attends to; None: all of its sequence.
 
     Returns:
-        Keys and values [heads, N, w] of each block at all slots, and the inputs of the last block at all slots.
+        Keys and values, [heads, N, w of a head] each, of each block at all slots; and the inputs of the last block at
+        all slots.
     """
     context: list[Pair] = []
     for index, block in enumerate(layers):
         if index == 1:
             # the output of the blocks before the last is needed at every slot
+            # cut to one entry for each slot, as a sequence has two slots fewer than tokens
             masks = [torch.ones_like(mask[2:]) for mask in batch.loss_mask.split(batch.lengths)]
             all_slots = Spans.of(masks, tables[0].device, window=window)
         if index > 0:
@@ -142,15 +150,16 @@ def read_rows(
     step_pairs: Sequence[Pair] = (),
     run: Callable[..., Any] = run_part,
 ) -> Tensor:
-    """Return a block's output [S, H] at the wanted rows.
+    """Return a block's output [S, H] (H: the hidden size) at the S wanted rows, such as the supervised slots.
 
     Args:
         block: The block.
-        inputs: Its inputs at the wanted rows.
+        inputs: Its inputs at the wanted rows, as `Block.inputs` returns them.
         tables: Rotary tables at the wanted rows.
-        context: Keys and values [heads, N, w] of the block at all slots.
-        spans: The wanted rows.
-        step_pairs: Keys and values [heads, S, w] of each draft step, which each row attends to besides the context.
+        context: Keys and values [heads, N, w] of the block at all N slots; w is the width of a head.
+        spans: The wanted rows among all slots, and which earlier slots each attends to.
+        step_pairs: Keys and values [heads, S, w] of each draft step so far. Row i attends to entry i of each of them,
+            besides the context.
         run: Calls a function of a block's computation, compiled or not.
     """
     query, residual = run(query_and_residual, block, inputs, tables)
@@ -159,7 +168,13 @@ def read_rows(
 
 
 def key_value(block: Block, inputs: tuple[Tensor, ...], tables: Pair) -> Pair:
-    """Return a block's keys, rotated by the tables of their positions, and its values, [heads, N, w] each."""
+    """Return a block's keys, rotated by their positions, and its values, [heads, N, w] each, at N slots.
+
+    Args:
+        block: The block.
+        inputs: What its `inputs` returned at the slots.
+        tables: Rotary tables [N, w] at the slots' positions; w is the width of a head.
+    """
     key, value = block.key_value(inputs)
     attention = block.self_attn
     values = value.unflatten(-1, (-1, attention.width)).transpose(0, 1)
@@ -167,13 +182,19 @@ def key_value(block: Block, inputs: tuple[Tensor, ...], tables: Pair) -> Pair:
 
 
 def query_and_residual(block: Block, inputs: tuple[Tensor, ...], tables: Pair) -> Pair:
-    """Return a block's queries [heads, S, w], rotated by the tables of their positions, and the residual [S, H]."""
+    """Return a block's queries [heads, S, w], rotated, and the residual [S, hidden size], at S slots.
+
+    Args:
+        block: The block.
+        inputs: What its `inputs` returned at the slots.
+        tables: Rotary tables [S, w] at the slots' positions; w is the width of a head.
+    """
     query, residual = block.query_and_residual(inputs)
     return rotate(norm_by_head(block.self_attn.q_norm, query), tables), residual
 
 
 def norm_by_head(norm: Norm | None, x: Tensor) -> Tensor:
-    """Return [N, heads * w], each head normed separately; unchanged if the norm is None."""
+    """Return x [rows, heads * w] with each head's w elements normed separately; unchanged if the norm is None."""
     if norm is None:
         return x
     heads = x.unflatten(-1, (-1, len(norm.weight)))
@@ -181,7 +202,15 @@ def norm_by_head(norm: Norm | None, x: Tensor) -> Tensor:
 
 
 def add_rows(block: Block, heads: Tensor, residual: Tensor) -> Tensor:
-    """Return a block's output [S, H] from its attention heads' output [heads, S, w] and the residual [S, H]."""
+    """Return a block's output [S, hidden size] at S slots, from the output of its attention heads and the residual.
+
+    It is the output projection, the residual, and the MLP with its own.
+
+    Args:
+        block: The block.
+        heads: The output of its attention heads [heads, S, width of a head].
+        residual: [S, hidden size], to which the projected output is added.
+    """
     attended = heads.transpose(0, 1).flatten(1)
     return block.add_mlp(residual + block.self_attn.o_proj(attended))
 
@@ -191,15 +220,16 @@ def probe_read(
 ) -> Callable[[], Tensor]:
     """Return a function whose seconds are measured: one forward of a head's blocks over tokens of one sequence.
 
-    Each call overwrites the tokens of the call before, and returns their states [1, rows, H].
+    Decoding forecasts the cost of drafts from such seconds. A call overwrites the cache columns of the call before, and
+    returns the tokens' states [1, rows, H] (H: the hidden size).
 
     Args:
-        head: The head, bound to a target's head.
+        head: The head, bound to a target's embedding and LM head.
         context: The number of cached tokens before those that are read.
         rows: The number of tokens that a call reads.
         window: The head's window, which keeps fewer of the cached tokens.
     """
-    # the target's embedding and LM head, which `bind` wraps in a tuple
+    # the target's embedding and LM head
     target_head = head.target_head
     # the columns of all blocks move together in one cache; each block has its own keys and values in it
     cache = RowCache()
@@ -219,7 +249,7 @@ def probe_read(
 
     @torch.inference_mode()
     def read(first: int, stop: int, read_mask: Tensor | None) -> Tensor:
-        """Read the tokens from `first` to before `stop`; return their states."""
+        """Read the tokens from `first` to before `stop`; return their states [1, tokens, hidden size]."""
         # the columns that an earlier call wrote from `first` on are overwritten
         cache.length = first
         columns = slice(first, stop)

@@ -48,7 +48,10 @@ class SequenceHead(Protocol):
         ...
 
     def fuse_taps(self, features: Tensor) -> Tensor:
-        """Return the states [N, H] that the head reads, from the target's features [N, L, H]."""
+        """Return the states [N, H] that the head reads at N tokens (H: the hidden size).
+
+        `features` [N, L, H] are the target's hidden states there at the head's L taps, the layers that it reads.
+        """
         ...
 
     def read(
@@ -60,14 +63,17 @@ class SequenceHead(Protocol):
         caches: Sequence[Cache | None],
         target_head: TargetHead,
     ) -> Tensor:
-        """Return the states [B, T, H] after tokens [B, T], each of which is read with a state of `hidden` [B, T, H].
+        """Return the head's states [B, T, H] after T new tokens of each of B sequences (H: the hidden size).
+
+        The keys and values of the tokens are written to the caches.
 
         Args:
-            tokens: The tokens.
-            hidden: The states that they are read with.
-            tables: Rotary tables [B or 1, T, w].
-            mask: The additive mask [B, 1, T, S]; None for a causal mask.
-            caches: The cache of each block.
+            tokens: [B, T].
+            hidden: The states that the tokens are read with [B, T, H], each the state of the token before: the
+                target's, or in a draft the head's own.
+            tables: Rotary tables, cosines and sines [B or 1, T, w of a head].
+            mask: The additive mask [B, 1, T, S] over S cache columns; None for a causal mask.
+            caches: The KV cache of each block.
             target_head: The target's embedding and LM head.
         """
         ...
@@ -81,7 +87,12 @@ class SequenceState:
     """
 
     def __init__(self, head: SequenceHead, window: Window | None = None) -> None:
-        """Begin without rows; `window` is that of the head's blocks, None if tokens see their whole sequence."""
+        """Begin without sequences.
+
+        Args:
+            head: The head that drafts.
+            window: That of the head's blocks; None if tokens see their whole sequence.
+        """
         self.head = head
         self.window = window
         self.cache = RowCache()
@@ -95,28 +106,32 @@ class SequenceState:
         self.dropped: dict[int, int] = {}
 
     def admit(self, row: int, noise: Noise | None = None) -> None:
-        """Begin a row."""
+        """Begin the sequence of a row, without tokens yet; `noise` is the target's sampling noise, None if greedy.
+
+        It gets a row of the KV cache at its first draft.
+        """
         self.noises[row] = noise
         self.dropped[row] = 0
 
     def fork(self, row: int, other: int) -> None:
-        """Copy a row's cache row, with its keys and values, to a new row."""
-        # a row without a cache row has read nothing yet
+        """Copy the state of a row, with its keys and values, to the new row `other`, as beam search does."""
         self.noises[other] = self.noises[row]
         self.dropped[other] = self.dropped[row]
+        # a row without a cache row has read nothing yet
         if row in self.rows:
+            # the new row gets the last cache row in use
             self._take_cache_rows([other])
             self.cache.copy(self.rows.index(row), len(self.rows) - 1)
 
     @torch.inference_mode()
     def release(self, row: int) -> None:
-        """Release a row. The sequence in the last cache row moves to its place, so that those in use stay the first."""
+        """Drop the sequence of a row. That in the last cache row takes its place, so that those in use come first."""
         del self.noises[row], self.dropped[row]
         # a row that never drafted has no cache row
         if row not in self.rows:
             return
         cache_row = self.rows.index(row)
-        last = self.rows.pop()
+        last = self.rows.pop()  # the row whose sequence is in the last cache row
         self.cache.clear(cache_row)
         self.cache.swap(cache_row, len(self.rows))
         if last != row:
@@ -126,24 +141,28 @@ class SequenceState:
     # -- cache rows ---------------------------------------------------------------------------------------------------
 
     def _take_cache_rows(self, rows: Sequence[int]) -> None:
-        """Assign the next free cache row to each of these new rows."""
+        """Assign the next free cache row, emptied, to each of these new rows (sequences of the batch)."""
         for row in rows:
             self.rows.append(row)
             self.cache.clear(len(self.rows) - 1)
+        # further columns are allocated when they are written
         if rows:
             self._reserve()
 
     def _reserve(self) -> None:
-        """Reserve cache memory for the rows in use, with 1.5 times the columns of the longest.
+        """Reserve cache memory for the rows in use, with 1.5 times the columns (cached tokens) of the longest sequence.
 
-        `RowCache.reserve` frees memory if far more is allocated.
+        `RowCache.reserve` also frees memory if far more is allocated.
         """
         used = len(self.rows)
         longest = max(self.cache.lengths[:used], default=0)
         self.cache.reserve(max(used, 1), longest * 3 // 2)
 
     def _drop_unseen(self, cache_rows: Sequence[int]) -> None:
-        """Drop the columns of these cache rows that no later token sees, as they have left the window."""
+        """Drop the columns (cached tokens) of these cache rows that no later token sees, as they have left the window.
+
+        Later columns move to their place, and `self.dropped` counts them.
+        """
         if self.window is None:
             return
         # by cache row: the first column to drop, and the first after it to keep
@@ -152,15 +171,16 @@ class SequenceState:
             length = self.cache.lengths[cache_row]
             # dropping moves all later columns, so it is done only once a window's number of columns can be dropped
             if length > self.window.most:
+                # the sinks, a sequence's first columns, and the latest ones stay
                 gaps[cache_row] = (self.window.sinks, length - self.window.recent)
         self.cache.drop(gaps)
         for cache_row, (start, stop) in gaps.items():
             self.dropped[self.rows[cache_row]] += stop - start
 
     def sequence_length(self, cache_row: int) -> int:
-        """Return how many tokens of a cache row's sequence the head has read, with those whose columns were dropped.
+        """Return how many committed tokens of a cache row's sequence the head has read, dropped columns included.
 
-        It is the position of the next token.
+        It is the position that the head gives to the next token.
         """
         return self.cache.lengths[cache_row] + self.dropped[self.rows[cache_row]]
 
@@ -171,9 +191,17 @@ class SequenceState:
     ) -> tuple[list[int], list[DraftRequest], Tensor]:
         """Read all tokens that were committed since the last draft, so that drafts can begin.
 
+        Their keys and values are added to the cache, those of the roots included: a root is the token that the target
+        chose last and has not read yet.
+
+        Args:
+            updates: By row (a sequence of the batch) the newly committed tokens, with the target's features, and the
+                root.
+            budgets: The size of each row's tree.
+
         Returns:
-            The rows in the order of their cache rows, the draft request of each, and the head's states [B, H] after the
-            roots, from which drafts begin.
+            The rows in the order of their cache rows, the draft request of each, and the head's states
+            [B, hidden size] after the roots of the B rows, from which drafts begin.
         """
         self._take_cache_rows([row for row in updates if row not in self.rows])
         rows = sorted(updates, key=self.rows.index)
@@ -188,10 +216,14 @@ class SequenceState:
         return rows, requests, hidden
 
     def _last_states(self, updates: Mapping[int, Committed]) -> Tensor:
-        """Read the committed tokens and the root of each row, and return the states [B, H] after the roots."""
+        """Read the committed tokens and the root of each of B rows, and return the states [B, hidden size] after them.
+
+        The states are in the order of `updates`, the newly committed tokens by row.
+        """
         # with a window, a long prompt is read in chunks, and columns that left the window are dropped between them
         if self.window is not None:
             updates = self._read_long(updates)
+        # rows of very different lengths are read in several forwards, as padding would cost more
         groups = list(split_ragged({row: len(update.tokens) for row, update in updates.items()}))
         if len(groups) == 1:
             return self._read_group(updates)
@@ -202,35 +234,43 @@ class SequenceState:
         return torch.stack([state_of[row] for row in updates])
 
     def _read_long(self, updates: Mapping[int, Committed]) -> Mapping[int, Committed]:
-        """Read the beginnings of long updates in chunks, and return the rest, at most WINDOW_CHUNK_TOKENS of each."""
+        """Read the beginnings of long updates in chunks, and return the rest, at most WINDOW_CHUNK_TOKENS of each.
+
+        Reading drops the columns that leave the window, so the cache stays small. `updates` are newly committed tokens
+        by row.
+        """
         while max(len(update.tokens) for update in updates.values()) > WINDOW_CHUNK_TOKENS:
-            firsts: dict[int, Committed] = {}
+            firsts: dict[int, Committed] = {}  # the next chunk of each long update
             left = dict(updates)
             for row, update in updates.items():
                 if len(update.tokens) > WINDOW_CHUNK_TOKENS:
                     firsts[row], left[row] = split_update(update, WINDOW_CHUNK_TOKENS)
+            # only the cache matters here, not the states
             self._last_states(firsts)
             updates = left
         return updates
 
     def _read_group(self, updates: Mapping[int, Committed]) -> Tensor:
-        """Return the states [B, H] after the roots, from one right-padded forward over the rows' new tokens."""
+        """Read the new tokens of B rows in one right-padded forward; return the states after their roots [B, width]."""
         return self._read_rows(updates)[:, 0]
 
     def _read_rows(
         self, updates: Mapping[int, Committed], mask_tokens: tuple[Tensor, Tensor] | None = None
     ) -> Tensor:
-        """Return the states [B, 1 + M, H] after each row's root and after M mask tokens, from one padded forward.
+        """Read the new tokens of B rows in one right-padded forward, and add their keys and values to the cache.
+
+        Returns the states [B, 1 + M, H] after each row's root and after M mask tokens, H the hidden size.
 
         Args:
-            updates: The newly committed tokens of each row.
+            updates: The newly committed tokens of each row, and its root.
             mask_tokens: Tokens [M] that all rows read after their roots, and the states [M, H] that they are read with.
                 The cache does not count them, so the next committed tokens overwrite them. None for no tokens.
         """
         head = self.head
         cache_rows = [self.rows.index(row) for row in updates]
         starts = [self.cache.lengths[cache_row] for cache_row in cache_rows]
-        # the tokens of each row that the cache will count, and all that the forward reads
+        # how many tokens of each row the cache will count, and how many the forward reads, mask tokens included;
+        # the head reads the root and not an update's first token, so these are as many as the update's tokens
         new = [len(update.tokens) for update in updates.values()]
         extra = len(mask_tokens[0]) if mask_tokens is not None else 0
         counts = [count + extra for count in new]
@@ -245,7 +285,7 @@ class SequenceState:
         for cache_row, count in zip(cache_rows, new, strict=True):
             self.cache.lengths[cache_row] += count
         self._drop_unseen(cache_rows)
-        # without padding the root and the mask tokens are in the last columns of all rows
+        # without padding the root and the mask tokens are in the last columns of `states` in all rows
         if min(counts) == max(counts):
             return states[:, min(new) - 1 :]
         # rows end at different columns of the padded forward: [B, 1 + M], those after the root and the mask tokens
@@ -256,11 +296,14 @@ class SequenceState:
     def _pad_inputs(
         self, updates: Mapping[int, Committed], mask_tokens: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor]:
-        """Return the tokens [B, T] of a forward and the states [B, T, H] that they are read with, right-padded.
+        """Return the tokens [B, T] of a forward over B rows and the states [B, T, H] that they are read with.
+
+        T is the largest number of tokens that a row reads; the others are right-padded. H is the hidden size.
 
         Args:
-            updates: The newly committed tokens of each row, with the target's features.
-            mask_tokens: As in `_read_rows`.
+            updates: The newly committed tokens of each row, with the target's features, and its root.
+            mask_tokens: M tokens [M] that all rows read after their roots, and the states [M, H] that they are read
+                with; None for no tokens.
         """
         features = [update.features for update in updates.values() if update.features is not None]
         assert len(features) == len(updates), "a head with taps gets features in every update"
@@ -280,10 +323,12 @@ class SequenceState:
         return upload(pad_rows(tokens), self.device), pad_rows(states)
 
     def _mask(self, starts: list[int], counts: list[int]) -> Tensor | None:
-        """Return the additive mask [B, 1, T, S] of new tokens; None if a causal mask does.
+        """Return the additive mask [B, 1, T, S] of T new tokens (padding included) over S columns, or None.
+
+        With None a causal mask does: the new tokens are all that there is.
 
         Args:
-            starts: The columns of each row in the cache, after which its new tokens come.
+            starts: How many columns (cached tokens) each of the B rows has, after which its new tokens come.
             counts: The number of new tokens of each row.
         """
         fits_window = self.window is None or max(counts) <= self.window.recent
@@ -295,10 +340,14 @@ class SequenceState:
 
 
 def sequence_bytes(layers: Any, columns: int) -> int:
-    """Return the bytes of the keys and values of one sequence in these blocks, as allocated for `columns` columns."""
+    """Return the bytes of one sequence's keys and values in these blocks, as allocated for `columns` tokens.
+
+    The cache allocates more columns than it needs, for later tokens.
+    """
     column_bytes = 0
     for block in layers:
         for projection in (block.self_attn.k_proj, block.self_attn.v_proj):
+            # a key or value has as many numbers as the projection has rows
             column_bytes += len(projection.weight) * projection.weight.element_size()
     return with_room(columns) * column_bytes
 
@@ -306,7 +355,8 @@ def sequence_bytes(layers: Any, columns: int) -> int:
 def split_update(update: Committed, count: int) -> tuple[Committed, Committed]:
     """Split an update into its first `count` tokens and the rest, so that a long update can be read in chunks.
 
-    The root of the first part is the token after it. `count` is less than the number of tokens.
+    An update has newly committed tokens, the target's features at each, and the root, the token after them. The root of
+    the first part is the first token of the rest. `count` is less than the number of tokens.
     """
     assert update.features is not None
     root = int(update.tokens[count])
@@ -318,16 +368,18 @@ def split_update(update: Committed, count: int) -> tuple[Committed, Committed]:
 
 
 def split_ragged(counts: Mapping[int, int]) -> Iterator[list[int]]:
-    """Split rows with different numbers of tokens into padded forwards: yield the rows of each, ordered as in `counts`.
+    """Split rows (sequences) with different numbers of new tokens into padded forwards: yield the rows of each.
+
+    The rows of a forward are in the order of `counts`.
 
     A row gets at most as much padding as it has tokens, unless its forward is no more than SHORT_ROW_TOKENS wide.
-    A forward of several rows holds at most MAX_PADDED_TOKENS.
+    A forward of several rows has at most MAX_PADDED_TOKENS tokens, padding included.
 
     Args:
         counts: The number of new tokens of each row.
     """
-    group: set[int] = set()
-    shortest = 0
+    group: set[int] = set()  # the rows of the next forward
+    shortest = 0  # the number of tokens of its shortest row
     for row in sorted(counts, key=counts.__getitem__):
         count = counts[row]
         is_uneven = count > max(2 * shortest, SHORT_ROW_TOKENS)
@@ -342,14 +394,17 @@ def split_ragged(counts: Mapping[int, int]) -> Iterator[list[int]]:
 
 
 def pad_rows(rows: Sequence[Tensor]) -> Tensor:
-    """Return tensors [T, ..] of different lengths stacked to [B, T, ..], right-padded with zeros."""
+    """Return B tensors [T, ..] of different lengths T stacked to [B, longest T, ..], right-padded with zeros.
+
+    A single one is not copied.
+    """
     return rows[0][None] if len(rows) == 1 else pad_sequence(list(rows), batch_first=True)
 
 
 def new_positions(starts: list[int], counts: list[int], device: torch.device) -> Tensor:
-    """Return the positions [B, T] of new tokens, [1, T] if they are the same in all rows.
+    """Return the positions [B, T] of the new tokens of B rows, [1, T] if they are the same in all rows.
 
-    Row i has `counts[i]` new tokens, the first at position `starts[i]`.
+    Row i has `counts[i]` new tokens, the first at position `starts[i]`. T is the largest count; other rows are padded.
     """
     count = max(counts)
     if min(starts) == max(starts) and min(counts) == count:
@@ -362,10 +417,10 @@ def new_positions(starts: list[int], counts: list[int], device: torch.device) ->
 def causal_mask(
     own_columns: Tensor, count: int, dtype: torch.dtype, window: Window | None = None
 ) -> Tensor:
-    """Return the additive mask [B, 1, T, S] by which each token sees the cache columns up to its own.
+    """Return the additive mask [B or 1, 1, T, S] by which each token sees the cache columns up to its own.
 
     Args:
-        own_columns: [B or 1, T], the cache column of each token.
+        own_columns: [B or 1, T], the cache column of each of the T tokens of B sequences; 1 if all are alike.
         count: S, the number of columns.
         dtype: Of the mask.
         window: Hides columns that are neither recent nor sinks; None to show all columns up to a token's own.
@@ -374,6 +429,7 @@ def causal_mask(
     own = own_columns[..., None]
     is_hidden = column > own
     if window is not None:
-        is_hidden |= window.hides(column, own, 0, 0)
+        # a sequence begins at column 0, and committed tokens see no draft tokens
+        is_hidden |= window.hides(column, own, begin=0, drafted=0)
     mask = torch.zeros(is_hidden.shape, dtype=dtype, device=own_columns.device)
     return mask.masked_fill_(is_hidden, torch.finfo(dtype).min)[:, None]

@@ -73,21 +73,22 @@ class Spans:
         """Return spans whose wanted rows, at which attention is computed, are those where masks are true.
 
         Args:
-            masks: A mask [T] for each sequence, on the host.
+            masks: A bool mask [rows of the sequence] for each sequence, on the host.
             device: Where the rows are used.
             stride: Only every `stride`-th row of a sequence is considered, starting at `firsts`.
-            firsts: The first row of each sequence that is considered; None: row 0.
+            firsts: The first row of each sequence that is considered, counted from its begin; None: row 0.
             window: Which earlier rows of its sequence a row sees; None: all of them.
         """
         runs = []
         rows = []
-        begin = 0
+        begin = 0  # the first row of the sequence
         for mask, first in zip(masks, firsts or [0] * len(masks), strict=True):
             marked = mask[first::stride]
             start = begin + first
-            # where runs of marked rows begin and end, in turn
+            # where runs of marked rows begin and end, in turn, counted in strides
             edges = F.pad(marked.int(), (1, 1)).diff().nonzero()[:, 0].tolist()
             for low, high in zip(edges[::2], edges[1::2], strict=True):
+                # `high` is after the last row of the run, and so is a run's end
                 runs.append((begin, start + low * stride, start + (high - 1) * stride + 1))
             rows.append(start + stride * marked.nonzero()[:, 0])
             begin += len(mask)
@@ -99,14 +100,15 @@ class Spans:
 
         Args:
             places: For each sequence the positions of its wanted rows, in ascending order, on the host.
-            lengths: The number of rows of each sequence.
+            lengths: The number of rows of each sequence, wanted or not.
             device: Where the rows are used.
         """
         runs = []
         scattered: list[list[int]] = []
         rows: list[int] = []
-        begin = 0
+        begin = 0  # the first row of the sequence
         for positions, length in zip(places, lengths, strict=True):
+            # a sequence without wanted rows has no run
             if len(positions):
                 seq_rows = (begin + positions).tolist()
                 scattered.append(seq_rows)
@@ -121,26 +123,32 @@ class Spans:
         )
 
     def _rows_of(self, run_index: int) -> Sequence[int]:
-        """Return the indices of a run's rows among all rows."""
+        """Return the indices among all rows of a run's rows: a range, or a list if they are scattered."""
         if self.scattered:
             return self.scattered[run_index]
+        # without where the run's sequence begins
         _, start, stop = self.runs[run_index]
         return range(start, stop, self.stride)
 
     def split_runs(self, size: int) -> Iterator[tuple[int, Sequence[int]]]:
-        """Yield the wanted rows in pieces of at most `size` rows of one run, each with its sequence's first row."""
+        """Yield the wanted rows in pieces of at most `size` rows of one run.
+
+        Each piece comes as the index of its sequence's first row, and the indices of its rows, among all rows.
+        """
+        # of a run only where its sequence begins
         for run_index, (begin, _, _) in enumerate(self.runs):
             rows = self._rows_of(run_index)
             for first in range(0, len(rows), size):
                 yield begin, rows[first : first + size]
 
     def split(self, size: int) -> Iterator[Spans]:
-        """Yield the wanted rows as smaller spans of at most `size` rows, each of one sequence."""
-        done = 0
+        """Yield the wanted rows as smaller spans of at most `size` rows, each of one sequence and one run."""
+        done = 0  # wanted rows that were yielded
         for begin, rows in self.split_runs(size):
             end = done + len(rows)
             run = (begin, rows[0], rows[-1] + 1)
             scattered = (list(rows),) if self.scattered else ()
+            # masks are of the rows, so the smaller spans make their own
             yield replace(
                 self, rows=self.rows[done:end], runs=[run], scattered=scattered, block_masks={}
             )
@@ -148,24 +156,30 @@ class Spans:
 
     @cached_property
     def begins(self) -> Tensor:
-        """[S], the first row of each wanted row's sequence."""
+        """[S], for each of the S wanted rows the index of the first row of its sequence."""
         counts = [len(self._rows_of(run_index)) for run_index in range(len(self.runs))]
         begins = torch.tensor([begin for begin, _, _ in self.runs])
         return upload(begins.repeat_interleave(torch.tensor(counts)), self.rows.device)
 
     def block_mask(self, drafted: Drafted) -> Any:
-        """Return flex attention's mask of the rows that each wanted row sees; it is made once.
+        """Return flex attention's mask of the rows that each wanted row sees; it is made once and cached.
 
-        `drafted` is the number of draft steps whose keys each row sees besides its sequence. They take up part of a
-        window. If it is a tuple, the heads are those of its tokens in turn.
+        Args:
+            drafted: How many draft tokens a row sees besides its sequence. They are not in this mask, but take up part
+                of a window. If it is a tuple, it has the number of each token of a block that follows the row, and
+                attention's heads are those of these tokens in turn.
         """
+        # without a window the mask does not depend on them
         drafted = drafted if self.window else 0
         if drafted not in self.block_masks:
             self.block_masks[drafted] = self._make_block_mask(drafted)
         return self.block_masks[drafted]
 
     def _make_block_mask(self, drafted: Drafted) -> Any:
-        """Return a new mask for `block_mask`: a row sees its sequence up to itself, or its window of that."""
+        """Return a new mask of S wanted rows: a row sees its sequence up to itself, or its window of that.
+
+        `drafted` is as in `block_mask`.
+        """
         rows = self.rows
         begins = self.begins
         window = self.window
@@ -173,8 +187,9 @@ class Spans:
         token_counts = upload(torch.tensor(by_token), rows.device)
         fewest = min(by_token)
 
-        # flex attention calls this with scalar index tensors; `query` by_token wanted rows, `row` by_token all rows
+        # flex attention calls this with scalar index tensors: `query` is among the wanted rows, `row` among all rows
         def is_seen(batch: Tensor, head: Tensor, query: Tensor, row: Tensor) -> Tensor:
+            """Return whether a wanted row sees a row: both of one sequence, the row not later and not hidden."""
             is_past = (begins[query] <= row) & (row <= rows[query])
             if window is None:
                 return is_past
@@ -186,6 +201,7 @@ class Spans:
         # `create_block_mask` would make a mask of all rows and columns, which does not fit in memory for sequences that
         # are long enough to need windows. So the visible blocks are computed from the two ranges that each row sees,
         # its recent rows and its sinks; the ends of the ranges are [S] each.
+        # with the fewest draft tokens the window reaches furthest back
         recent_start = torch.maximum(rows - (window.recent - fewest) + 1, begins)
         sinks_end = torch.minimum(begins + window.sinks, rows + 1)
         touched = _touched_blocks(recent_start, rows + 1, self.count) | _touched_blocks(
@@ -204,9 +220,10 @@ class Spans:
 
 
 def _touched_blocks(low: Tensor, high: Tensor, count: int) -> Tensor:
-    """Return a bool [S / 128, count / 128]: whether any row of a block sees any of its columns.
+    """Return which blocks of flex attention's mask have a row that sees one of their columns; others are skipped.
 
-    Flex attention computes these blocks and skips all others.
+    A block has FLEX_BLOCK rows and as many columns, so the result is a bool [S / FLEX_BLOCK, count / FLEX_BLOCK], both
+    rounded up, for S rows.
 
     Args:
         low: [S], the first column that each row sees.
@@ -217,7 +234,7 @@ def _touched_blocks(low: Tensor, high: Tensor, count: int) -> Tensor:
     # +1 at the block where a row's columns begin and -1 after the block where they end, so that a running sum over the
     # blocks of columns counts the rows that touch a block. One more block of columns takes the -1 after the last.
     edges = low.new_zeros((len(low) - 1) // FLEX_BLOCK + 1, (count - 1) // FLEX_BLOCK + 2)
-    sees_any = (low < high).to(edges.dtype)
+    sees_any = (low < high).to(edges.dtype)  # 0 for a row that sees none, so that it adds nothing
     edges.index_put_((query_blocks, low // FLEX_BLOCK), sees_any, accumulate=True)
     edges.index_put_(
         (query_blocks, (high - 1).clamp(min=0) // FLEX_BLOCK + 1), -sees_any, accumulate=True
@@ -231,18 +248,20 @@ def _touched_blocks(low: Tensor, high: Tensor, count: int) -> Tensor:
 def attend(
     query: Tensor, key: Tensor, value: Tensor, spans: Spans, step_pairs: StepPairs = ()
 ) -> Tensor:
-    """Return the attention output [h, S, w] of the wanted rows.
+    """Return the attention output [h, S, w] of the wanted rows of concatenated sequences.
 
     A row attends to its sequence up to itself, and to the keys of the draft steps that continue from it: a training
     step that unrolls a draft sees the earlier steps of the same draft.
 
     Args:
-        query: [h, S, w], of the wanted rows.
-        key: [k, N, w], of all rows of the sequences.
+        query: [h, S, w], of the S wanted rows, with h query heads of width w.
+        key: [k, N, w], of all N rows of the sequences, with k key heads.
         value: [k, N, w].
         spans: The wanted rows.
-        step_pairs: Keys and values [k, S, w] of each draft step. With a window they are the most recent rows.
+        step_pairs: Keys and values [k, S, w] of each draft step: entry i is seen by wanted row i alone. With a window
+            they count as the most recent rows.
     """
+    # older steps have left the window
     if spans.window is not None:
         step_pairs = step_pairs[-spans.window.recent :]
     return ATTEND.get(query.device.type, attend_flex)(query, key, value, spans, step_pairs)
@@ -251,7 +270,7 @@ def attend(
 def attend_plain(
     query: Tensor, key: Tensor, value: Tensor, spans: Spans, step_pairs: StepPairs = ()
 ) -> Tensor:
-    """`attend` for CPUs, by matrix products of pieces of the sequences."""
+    """Return what `attend` returns, with the same arguments; for CPUs, by matrix products of pieces of sequences."""
     # autograd tracks only tensors that are arguments themselves, not those in a list
     flat: list[Tensor] = []
     for pair in step_pairs:
@@ -270,12 +289,13 @@ def attend_flex(
     step_pairs: StepPairs = (),
     kernel: Any = None,
 ) -> Tensor:
-    """`attend` for accelerators, by one call of PyTorch's flex attention; it has no gradient on a CPU.
+    """Return what `attend` returns, with the same arguments; for accelerators, by PyTorch's flex attention.
 
-    The kernel reads the sequences. The draft steps are added by hand, as every row has its own keys there. `kernel`
-    replaces flex attention in tests and in forecasts of memory.
+    One call of the kernel reads the sequences. The draft steps are added by hand, as every row has its own keys there.
+    It has no gradient on a CPU. `kernel` replaces flex attention in tests and in forecasts of memory.
     """
     attention = kernel
+    # on a CPU, where only tests call this, it is not compiled
     if kernel is None:
         attention = flex_attention if query.device.type == "cpu" else compile_flex()
     output, aux = attention(
@@ -286,6 +306,7 @@ def attend_flex(
         enable_gqa=len(query) != len(key),
         return_aux=AuxRequest(lse=True),
     )
+    # `lse` is [1, query heads, wanted rows]: the log-sum-exp of each row's scores with its sequence
     shares = _attention_shares(query, aux.lse[0], step_pairs)
     return _merge_outputs(output[0], shares, step_pairs, len(key))
 
@@ -299,12 +320,17 @@ def compile_flex() -> Any:
 def _attention_shares(query: Tensor, context: Tensor, step_pairs: StepPairs) -> Tensor:
     """Return the share [1 + steps, h, S] of each row's attention that goes to its sequence, then to each draft step.
 
-    `context` [h, S] is the log-sum-exp of a row's scores with its sequence. A softmax over it and the scores with the
-    steps gives the shares.
+    A softmax over the log-sum-exp of the sequence's scores and the scores with the steps gives the shares.
+
+    Args:
+        query: [h, S, w], of S rows, with h query heads of width w.
+        context: [h, S], the log-sum-exp of a row's scores with its sequence.
+        step_pairs: Keys and values [k, S, w] of each draft step, with k key heads; row i sees entry i.
     """
     scale = query.shape[-1] ** -0.5
     scores = [context]
     for key, _ in step_pairs:
+        # [k, h / k, S, w]: one key for each row, so a product by element is enough
         products = by_key(query, key) * key[:, None]
         scores.append(products.sum(-1, dtype=context.dtype).flatten(0, 1) * scale)
     return torch.stack(scores).softmax(0)
@@ -313,7 +339,11 @@ def _attention_shares(query: Tensor, context: Tensor, step_pairs: StepPairs) -> 
 def _merge_outputs(output: Tensor, shares: Tensor, step_pairs: StepPairs, keys: int) -> Tensor:
     """Return the attention output [h, S, w] over sequences and draft steps, each weighted by its share.
 
-    `output` [h, S, w] is that over the sequences alone, and `keys` the number of key heads.
+    Args:
+        output: [h, S, w], that over the sequences alone, of S rows and h query heads of width w.
+        shares: [1 + steps, h, S], the share of each row's attention that goes to its sequence, then to each draft step.
+        step_pairs: Keys and values [keys, S, w] of each draft step; row i sees entry i.
+        keys: The number of key heads.
     """
     shares = shares.to(output.dtype).unsqueeze(-1)
     output = output * shares[0]
@@ -335,7 +365,13 @@ class _Plain(torch.autograd.Function):
     ) -> Tensor:
         """Return the attention output [h, S, w] of the wanted rows, as `attend` describes it.
 
-        `flat` are the step pairs of `attend`, key and value [k, S, w] in turn, as autograd takes no lists of tensors.
+        Args:
+            ctx: Gets the tensors and spans for `backward`.
+            query: [h, S, w], of the S wanted rows, with h query heads of width w.
+            key: [k, N, w], of all N rows, with k key heads.
+            value: [k, N, w].
+            spans: The wanted rows.
+            flat: The step pairs of `attend`, key and value [k, S, w] in turn, as autograd takes no lists of tensors.
         """
         step_pairs = _pairs(flat)
         heads, count, width = query.shape
@@ -370,12 +406,15 @@ class _Plain(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients at queries, keys and values of the sequences, and keys and values of the steps."""
+        """Return the gradients at queries, keys and values of the sequences, None for spans, and those at the steps.
+
+        The last are at keys and values of each draft step in turn, as in `forward`.
+        """
         query, key, value, output, step_scores, step_probs, *flat = ctx.saved_tensors
         step_pairs = _pairs(flat)
         (grad_out,) = upstream
         grad_query = torch.empty_like(query)
-        # [k, w, N], transposed, which makes faster products
+        # [key heads, width, all rows], transposed, which makes faster products
         grad_key = zeros_for_gradient(key)
         grad_value = zeros_for_gradient(value)
         # softmax: ds = p (dp - sum of p dp), and that sum over keys is the sum of output * grad_out over the width
@@ -383,6 +422,7 @@ class _Plain(torch.autograd.Function):
         for rows, columns, mask in split_pieces(ctx.spans, len(step_pairs), query):
             piece_key, piece_value = read_columns(columns, key, value)
             probs = attention_probs(query[:, rows], piece_key, step_scores[:, rows], mask)
+            # without the probs of the draft steps, which come last
             probs = probs[..., : piece_key.shape[1]]
             query_rows = group_by_key(query[:, rows], key)
             grad_rows = group_by_key(grad_out[:, rows], key)
@@ -415,14 +455,14 @@ def _add_step_gradients(
     pair: tuple[Tensor, Tensor],
     probs: Tensor,
 ) -> list[Tensor]:
-    """Return the gradients [k, S, w] of a draft step's keys and values, and add its share to `grad_query` in place.
+    """Return the gradients [k, S, w] of a draft step's keys and values, and add its part to `grad_query` in place.
 
     Args:
-        query: [h, S, w], scaled.
+        query: [h, S, w], of S rows, with h query heads of width w, scaled by 1 / sqrt(w).
         grad_query: [h, S, w], the sum so far.
         grad_out: [h, S, w], the gradient at the attention output.
         mean_grad: [h, S, 1], the sum of output * grad_out over the width.
-        pair: The step's keys and values [k, S, w].
+        pair: The step's keys and values [k, S, w], with k key heads; row i sees entry i alone.
         probs: [k, h / k, S, 1], the attention probs of each row at its key of this step.
     """
     key, value = pair
@@ -434,7 +474,7 @@ def _add_step_gradients(
 
 
 def _pairs(flat: Sequence[Tensor]) -> StepPairs:
-    """Return the pairs of keys and values that a flat list of tensors has in turn."""
+    """Return the pairs (keys, values) of draft steps from a flat list that has keys and values in turn."""
     return list(zip(flat[::2], flat[1::2], strict=True))
 
 
@@ -449,13 +489,15 @@ def split_pieces(
     Args:
         spans: The wanted rows.
         drafted: The number of draft steps that a row sees besides its sequence; they take up part of a window. If it
-            is a tuple, the mask of a window has a row for each of its tokens in place of a row of the piece.
+            is a tuple, it has the number for each token of a block that follows the row, and the mask of a window has a
+            row for each of these tokens in place of a row of the piece.
         like: A tensor with the dtype and the device of the scores.
         size: The most rows of a piece; None for the best size of the dtype.
 
     Yields:
-        For each piece: its rows among the wanted ones, the columns that at least one of them sees, and an additive mask
-        [n, ..] of the last of these columns, minus infinity where a row does not see a column.
+        For each piece of n rows: its rows among the wanted ones, as a slice; the columns that at least one of them
+        sees, one or two slices of all rows; and an additive mask [n, columns], minus infinity where a row does not see
+        a column. The mask may be of the last of the columns only: all rows see those before.
     """
     size = size or PIECE.get(like.dtype, PIECE_ELSE)
     counts = (drafted,) if isinstance(drafted, int) else drafted
@@ -465,6 +507,7 @@ def split_pieces(
         done = rows.stop
         end = row_indices[-1] + 1
         if spans.window is None:
+            # the mask hides the columns that rounding adds
             end = min(begin + _round_up(end - begin, like.dtype), spans.count)
             yield rows, [slice(begin, end)], _hide_later(row_indices, end, like)
         else:
@@ -481,20 +524,24 @@ def split_pieces(
 
 
 def _round_up(count: int, dtype: torch.dtype) -> int:
-    """Return `count` rounded up to the dtype's multiple of columns."""
+    """Return a number of columns rounded up to the dtype's multiple, so that there are few shapes of products."""
     multiple = COLUMNS.get(dtype, 1)
     return -(-count // multiple) * multiple
 
 
 def _additive(is_hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the additive mask of a bool mask: minus infinity where a column is hidden, 0 elsewhere."""
+    """Return a new additive mask of a bool mask: minus infinity where a column is hidden, 0 elsewhere."""
     zeros = torch.zeros(is_hidden.shape, dtype=dtype, device=is_hidden.device)
     return zeros.masked_fill_(is_hidden, -math.inf)
 
 
 def _hide_later(row_indices: Sequence[int], end: int, like: Tensor) -> Tensor:
-    """Return the additive causal mask [n, columns] of n rows over the columns from the first of these rows to `end`."""
+    """Return the additive causal mask [n, end - first] of n rows over the columns from the first of them to `end`.
+
+    `row_indices` are the indices of the rows, in ascending order. `like` has the dtype and the device of the mask.
+    """
     first = row_indices[0]
+    # equally spaced rows share one cached mask
     if isinstance(row_indices, range):
         count = len(row_indices)
         return _future(count, row_indices.step, like.dtype, like.device)[:, : end - first]
@@ -504,9 +551,9 @@ def _hide_later(row_indices: Sequence[int], end: int, like: Tensor) -> Tensor:
 
 @cache
 def _future(count: int, stride: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the additive causal mask [n, columns] of n rows a stride apart, over the columns from the first row on.
+    """Return the additive causal mask [count, columns] of `count` rows a stride apart, from the first row's column on.
 
-    It has enough columns for every piece of this size, so that one mask serves all of them.
+    It has enough columns for every piece of this size, rounding included, so that one cached mask serves all of them.
     """
     row = stride * torch.arange(count, device=device)[:, None]
     columns = torch.arange((count - 1) * stride + COLUMNS.get(dtype, 1), device=device)
@@ -514,7 +561,7 @@ def _future(count: int, stride: int, dtype: torch.dtype, device: torch.device) -
 
 
 def read_columns(ranges: Sequence[slice], *tensors: Tensor) -> list[Tensor]:
-    """Return the columns of one or two ranges [k, m, w] of each tensor [k, N, w].
+    """Return the m columns of one or two ranges [heads, m, width], of each tensor [heads, columns, width].
 
     In bf16 they are contiguous: a product copies a tensor that is not, and copies it far slower if it transposes it.
     """
@@ -531,18 +578,22 @@ def read_columns(ranges: Sequence[slice], *tensors: Tensor) -> list[Tensor]:
 
 
 def zeros_for_gradient(tensor: Tensor) -> Tensor:
-    """Return zeros [k, w, N] for the transposed gradient of a tensor [k, N, w].
+    """Return zeros [heads, width, N] for the transposed gradient of keys or values [heads, N, width] of N rows.
 
-    In memory each row is padded to the dtype's multiple of columns, so that products may write to such multiples.
+    In memory each row is padded to the dtype's multiple of columns, as the products that are added have such sizes.
     """
     keys, count, width = tensor.shape
     return tensor.new_zeros(keys, width, _round_up(count, tensor.dtype))[..., :count]
 
 
 def add_product(total: Tensor, ranges: Sequence[slice], left: Tensor, right: Tensor) -> None:
-    """Add left.mT @ right to m columns of a total [k, w, N] in place; left [k, n, w], right [k, n, m].
+    """Add left.mT @ right to m of the columns of a total in place: a piece's part of the gradient of keys or values.
 
-    `ranges` are the columns: one or two slices with m columns in all.
+    Args:
+        total: [key heads, width, N], with N columns.
+        ranges: The columns: one or two slices with m columns in all.
+        left: [key heads, n, width], of the piece's n rows.
+        right: [key heads, n, m].
     """
     sizes = [part.stop - part.start for part in ranges]
     for part, right_part in zip(ranges, right.split(sizes, dim=-1), strict=True):
@@ -550,12 +601,18 @@ def add_product(total: Tensor, ranges: Sequence[slice], left: Tensor, right: Ten
 
 
 def by_key(tensor: Tensor, key: Tensor) -> Tensor:
-    """Return a view [k, h / k, S, ...] of [h, S, ...]: the query heads that share a key head have one first index."""
+    """Return a view [k, h / k, rows, ..] of [h, rows, ..]: query heads that share a key head have one first index.
+
+    Only the number k of key heads is read from `key` [k, ..]; h is that of query heads.
+    """
     return tensor.unflatten(0, (len(key), -1))
 
 
 def group_by_key(tensor: Tensor, key: Tensor) -> Tensor:
-    """Return [k, h / k * n, w] of [h, n, w]: the rows of query heads that share a key head are stacked in one head."""
+    """Return [k, h / k * n, width] of [h, n, width]: the rows of query heads that share a key are stacked in one head.
+
+    Only the number k of key heads is read from `key` [k, ..]; h is that of query heads, n that of rows.
+    """
     heads, count, width = tensor.shape
     return tensor.reshape(len(key), heads // len(key) * count, width)
 
@@ -563,11 +620,13 @@ def group_by_key(tensor: Tensor, key: Tensor) -> Tensor:
 def attention_probs(query: Tensor, key: Tensor, extra_scores: Tensor, mask: Tensor) -> Tensor:
     """Return the attention probs [k, h / k * n, m + e] of n rows over m columns and e further keys of each row.
 
+    The rows of the h / k query heads that share a key head are stacked, one head after the other.
+
     Args:
-        query: [h, n, w], scaled.
-        key: [k, m, w].
+        query: [h, n, w], with h query heads of width w, scaled by 1 / sqrt(w).
+        key: [k, m, w], with k key heads.
         extra_scores: [h, n, e], the scores of each row with keys that only it sees.
-        mask: [n, ..], the additive mask of the last of the m columns.
+        mask: [n, ..], the additive mask of the last of the m columns; all rows see those before.
     """
     queries = group_by_key(query, key)
     columns = key.shape[1]

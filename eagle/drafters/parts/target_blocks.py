@@ -35,7 +35,7 @@ INSTEAD = "take drafter.start=random where the method has it, or train a head th
 
 
 def copy_target_blocks(layers: Any, norm: nn.Module, weights: Weights, config: Any) -> None:
-    """Copy the target's last blocks and its final norm to a head's blocks and norm.
+    """Copy the target's last blocks and its final norm to a head's blocks and norm, in place.
 
     ValueError if the target's blocks are not Llama blocks.
 
@@ -52,9 +52,10 @@ def copy_target_blocks(layers: Any, norm: nn.Module, weights: Weights, config: A
 
 
 def block_kind(weights: Weights, prefix: str) -> dict[str, bool]:
-    """Return which of the additions in `KINDS` a target's block has, as keys of a head's shape with the value True.
+    """Return which additions to a Llama block a target's block has: "qk_norm" and "qkv_bias", each with the value True.
 
-    `prefix` begins the names of the block's tensors.
+    They are keys of a head's shape, by which its blocks are made with these additions. `prefix` begins the names of the
+    block's tensors.
     """
     return {
         kind: True
@@ -64,9 +65,15 @@ def block_kind(weights: Weights, prefix: str) -> dict[str, bool]:
 
 
 def copy_block(block: nn.Module, weights: Weights, prefix: str, config: Any) -> None:
-    """Copy the target's block whose tensor names begin with `prefix` to a head's block.
+    """Copy the target's block whose tensor names begin with `prefix` to a head's block, in place.
 
     ValueError if the target's block computes something else than the head's.
+
+    Args:
+        block: A Llama block of the head.
+        weights: Returns a target's tensor by its name.
+        prefix: Begins the names, as "model.layers.31.".
+        config: The target's config.
     """
     # model families have the activation under one of two names
     activation = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
@@ -76,6 +83,7 @@ def copy_block(block: nn.Module, weights: Weights, prefix: str, config: Any) -> 
         )
     parameters = dict(block.named_parameters())
     for name in NON_LLAMA_TENSORS:
+        # a tensor that the head's block has no place for would change what the target's block computes
         if name not in parameters and find_tensor(weights, prefix + name) is not None:
             raise ValueError(
                 f"{config.model_type} has {prefix}{name}, which no Llama block has: {INSTEAD}"
@@ -94,7 +102,10 @@ def find_tensor(weights: Weights, name: str) -> Tensor | None:
 
 @torch.no_grad()
 def copy_tensor(parameter: Tensor, weights: Weights, name: str, config: Any) -> None:
-    """Copy the target's tensor of this name to a parameter; ValueError if it is missing or has another shape."""
+    """Copy the target's tensor of this name to a parameter in place.
+
+    ValueError if it is missing, has another shape, or is packed by quantization.
+    """
     tensor = find_tensor(weights, name)
     if tensor is None or tensor.shape != parameter.shape or tensor.dtype not in PLAIN:
         got = "none" if tensor is None else f"{list(tensor.shape)} in {tensor.dtype}"

@@ -37,14 +37,17 @@ class TextDropout:
         ]
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """Return the concatenated rows [R, ..] of all sequences with dropout."""
+        """Return the R concatenated rows [R, ..] of all sequences with dropout; the very tensor if there is none."""
         if not self.share:
             return rows
         keep_mask = torch.empty(rows.shape, dtype=torch.bool, device=rows.device)
         return self._drop(rows, keep_mask, keep_mask.split(self.counts))
 
     def drop_padded(self, rows: Tensor) -> Tensor:
-        """Return right-padded sequences [B, T, ..] with the dropout that their rows get unpadded; padding is kept."""
+        """Return right-padded sequences [sequences, rows, ..] with dropout on their rows; padding is only scaled.
+
+        A row gets the same dropout as in `__call__`, so the result does not depend on padding.
+        """
         keep_mask = torch.ones(rows.shape, dtype=torch.bool, device=rows.device)
         seqs = [row[:count] for row, count in zip(keep_mask, self.counts, strict=True)]
         return self._drop(rows, keep_mask, seqs)
@@ -53,18 +56,23 @@ class TextDropout:
         """Sample the mask of each sequence, and return the rows with dropout.
 
         Args:
-            rows: The rows of all sequences.
-            keep_mask: A bool mask of the same shape, which is filled.
-            seqs: Views of `keep_mask`, one for each sequence.
+            rows: The rows of all sequences, concatenated or padded.
+            keep_mask: A bool mask of the same shape, true at the numbers to keep, which is filled in place.
+            seqs: Views of `keep_mask`, one for each sequence, through which it is filled.
         """
         for seq, generator in zip(seqs, self.generators, strict=True):
             seq.copy_(draw_keep_mask(seq, self.share, generator))
+        # scaled up, so that the mean stays
         return (rows * keep_mask) * (1 / (1 - self.share))
 
 
 def draw_keep_mask(like: Tensor, share: float, generator: torch.Generator) -> Tensor:
-    """Sample a bool mask of the shape of `like`, true with the probability 1 - share, exact to 1 in 65,536."""
+    """Sample a bool mask of the shape of `like`, true with the probability 1 - share, exact to 1 in 65,536.
+
+    The random numbers are those of `generator`, which is on the device of `like`.
+    """
     # on CPUs a random word costs more than all that is done with it, so one 64-bit word gives four 16-bit numbers
+    # the number of words, rounded up
     words = torch.empty(-(-like.numel() // 4), dtype=torch.int64, device=like.device)
     words.random_(-(1 << 63), None, generator=generator)
     numbers = words.view(torch.int16)[: like.numel()]

@@ -22,7 +22,7 @@ ROWS = 128  # rows of logits that are in memory at a time
 
 
 def add_sums(sums: dict[str, Tensor], more: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return two dictionaries of sums added up, those of two batches or of two processes.
+    """Return two dictionaries of sums (`validate_sequence`) added up by name, those of two batches or two processes.
 
     Both have the same names, or one is empty: it had no supervised slot.
     """
@@ -39,26 +39,28 @@ def validate_sequence(
     logits: tuple[Sequence[Logits], Logits],
     trees: dict[str, Paths],
 ) -> dict[str, Tensor]:
-    """Return sums over the supervised slots of one sequence, as if a draft began at each of them.
+    """Return sums over the S supervised slots of one sequence of T tokens, as if a draft began at each of them.
 
     Slot i predicts token i + 2 in the first step, and one token further in each next step, where the head reads the
     state of the step before and the sequence's next token.
 
     Args:
-        states: The LM head's inputs of each of the K steps [S, D].
-        target_hidden: The target's states [T, D]: row i predicts token i + 1.
+        states: For each of K steps (levels of a draft) the inputs of the head's LM head at the slots [S, width].
+        target_hidden: The inputs of the target's LM head [T, width]: row i predicts token i + 1.
         tokens: The sequence [T].
         supervised: [T] bool, the supervised tokens. Each of them is predicted by a slot.
         logits: The LM heads: the draft head's of each step, and the target's.
-        trees: Fixed trees, by name, whose acceptance is counted.
+        trees: Fixed trees, by name, whose acceptance is counted; a tree is the paths of its nodes, as ranks of children
+            from the root.
 
     Returns:
-        "slots", their number; "cross_entropy", "agreement" and "overlap" of the first step; and for each tree
-        "NAME/reached" and "NAME/accepted" by level, see `_descend`.
+        "slots", their number; "cross_entropy", "agreement" of the likeliest tokens and "overlap" sum min(p, q) of the
+        first step; and for each tree, by level [levels], "NAME/reached" and "NAME/accepted", see `_descend`.
     """
     students, teacher = logits
-    # [T], the target's token after each token
+    # [T], the target's likeliest token after each token
     choices = _in_chunks(lambda rows: teacher(rows).max(-1).indices, target_hidden)
+    # slot i predicts token i + 2
     slots = supervised[2:].nonzero()[:, 0].to(tokens.device)
     sums = {"slots": torch.tensor(float(len(slots)), dtype=torch.float64)}
     sums |= _compare(states[0], target_hidden[slots + 1], students[0], teacher)
@@ -68,10 +70,11 @@ def validate_sequence(
     # after any other token the sequence does not tell what the target would choose.
     is_inside = F.pad(supervised, (0, max_depth)).to(tokens.device)
     is_known = torch.ones_like(slots, dtype=torch.bool)
-    ranks = []
-    known = []
+    ranks = []  # for each level [S], the rank that the head gives the target's token
+    known = []  # for each level [S], whether the level is judged
     for step in range(1, max_depth + 1):
-        # [S], the index of the token that a draft reads last in this step; it predicts the target's choice after that
+        # [S], the index of the token that a draft reads last in this step; it predicts the target's choice after that;
+        # beyond the end, where nothing is known, any index serves
         read = (slots + step).clamp(max=len(tokens) - 1)
         is_known = is_known & is_inside[slots + step + 1]
         if step > 1:
@@ -95,16 +98,22 @@ def validate_batch(
     logits: tuple[Sequence[Logits], Logits],
     trees: dict[str, Paths],
 ) -> dict[str, Tensor]:
-    """Return the sums of `validate_sequence` over all sequences of a batch.
+    """Return sums over the supervised slots of all sequences of a batch, as `validate_sequence` does for one.
+
+    They are the number of slots, terms that compare the head's probs with the target's, and how often the levels of
+    each tree are reached and accepted. Empty if there is no supervised slot.
 
     Args:
         batch: The sequences, with the target's states.
-        states: The LM head's inputs of each of the K steps [S, D], at the supervised slots of all sequences.
+        states: For each step (level of a draft) the inputs of the head's LM head at the supervised slots of all
+            sequences [slots, width].
         logits: The LM heads: the draft head's of each step, and the target's.
         trees: Fixed trees, by name, whose acceptance is counted.
     """
     masks = batch.loss_mask.split(batch.lengths)
+    # slot i predicts token i + 2
     slot_counts = [int(mask[2:].sum()) for mask in masks]
+    # tap -1 is the input of the target's LM head
     target_hidden = batch.select_taps((-1,))[:, 0].split(batch.lengths)
     tokens = batch.tokens.split(batch.lengths)
     by_step = [state.split(slot_counts) for state in states]
@@ -128,18 +137,21 @@ def validate_batch(
 def figures(sums: dict[str, Tensor]) -> dict[str, float]:
     """Turn sums of `validate_batch` into means per slot and figures of each tree.
 
-    "TREE/1", "TREE/2" and so on are the rates at which a level is accepted if the level above was. "TREE/tau" is the
-    acceptance length: tokens per target forward.
+    "cross_entropy", "agreement" and "overlap" become means. For each tree, by its name, "TREE/1", "TREE/2" and so on
+    are the rates at which a level is accepted if the level above was. "TREE/tau" is the acceptance length: tokens per
+    target forward.
     """
     means: dict[str, float] = {}
     for name, value in sums.items():
         tree, _, kind = name.partition("/")
         if kind == "accepted":
+            # a level that no draft reached has the rate 0
             rates = (value / sums[f"{tree}/reached"].clamp(min=1)).tolist()
             for depth, rate in enumerate(rates, start=1):
                 means[f"{tree}/{depth}"] = rate
             # tau = 1 + r1 + r1 r2 + ..., as the target adds one token to those that are accepted
             means[f"{tree}/tau"] = 1 + sum(accumulate(rates, mul))
+        # "TREE/reached" has served already, as the divisor of the rates
         elif not kind and name != "slots":
             means[name] = float(value) / float(sums["slots"])
     return means
@@ -150,18 +162,25 @@ def chain_rates(means: dict[str, float]) -> list[float]:
 
     `means` come from `figures`. The list is empty if they have no tree "chain".
     """
+    # the depth of the chain is not known; it is at most the number of figures
     names = [f"chain/{depth}" for depth in range(1, len(means) + 1)]
     return list(accumulate((means[name] for name in names if name in means), mul))
 
 
 def _in_chunks(function: Callable[..., Tensor], *rows: Tensor) -> Tensor:
-    """Return the function's results for all rows, computed for ROWS rows at a time because it makes their logits."""
+    """Return the function's results for all rows [N, ..], computed for ROWS rows at a time.
+
+    The function makes logits, and those of all rows may not fit in memory. `rows` are its arguments, each with N rows.
+    """
     chunks = zip(*(tensor.split(ROWS) for tensor in rows), strict=True)
     return torch.cat([function(*chunk) for chunk in chunks])
 
 
 def _rank(student: Logits, states: Tensor, wanted: Tensor) -> Tensor:
-    """Return the rank [N] of the wanted token [N] among the student's logits: how many tokens are likelier."""
+    """Return the rank [N] of the wanted token [N] among the student's logits at each of N states [N, width].
+
+    The rank is the number of tokens that are likelier.
+    """
     logits = student(states)
     return (logits > logits.gather(1, wanted[:, None])).sum(-1)
 
@@ -169,13 +188,19 @@ def _rank(student: Logits, states: Tensor, wanted: Tensor) -> Tensor:
 def _compare(
     states: Tensor, target_hidden: Tensor, student: Logits, teacher: Logits
 ) -> dict[str, Tensor]:
-    """Return sums over slots that compare the student's probs with the teacher's.
+    """Return sums over N slots that compare the student's probs q with the teacher's p.
 
     They are the cross-entropy, the top-1 agreement and the overlap sum min(p, q), which is the chance of acceptance.
+
+    Args:
+        states: The inputs of the student's LM head [N, width].
+        target_hidden: The inputs of the teacher's LM head [N, width], which predict the same tokens.
+        student: Makes the student's logits, minus infinity at tokens outside of its draft vocabulary.
+        teacher: Makes the teacher's logits.
     """
 
     def compare(states: Tensor, target_hidden: Tensor) -> Tensor:
-        """Return cross-entropy, agreement and overlap [N, 3] at each slot."""
+        """Return cross-entropy, agreement and overlap [n, 3] at each of n slots."""
         log_probs = student(states).float().log_softmax(-1)
         target_probs = teacher(target_hidden).float().softmax(-1)
         agreement = log_probs.argmax(-1) == target_probs.argmax(-1)
@@ -199,13 +224,15 @@ def _descend(ranks: list[Tensor], known: list[Tensor], paths: Paths) -> tuple[Te
     of the target's token, and ends where the tree has no such child or the token is not known.
 
     Args:
-        ranks: For each level [S], the rank that the head gives the target's token.
+        ranks: For each level [S], the rank that the head gives the target's token, at each of S slots.
         known: For each level [S], whether the target's token is known.
-        paths: The tree, as ranks of children from the root.
+        paths: The tree: for each node the ranks of the children to take from the root.
 
     Returns:
-        Two float64 tensors [levels], on the host.
+        The two counts as float64 tensors [levels], on the host. A level counts as reached if the level above was
+        accepted and its token is known.
     """
+    # the number of each node, by its path; the root is 0
     nodes: dict[tuple[int, ...], int] = {(): 0}
     for path in sorted(set(paths), key=len):
         nodes[path] = len(nodes)

@@ -28,7 +28,7 @@ class Window:
         return self.sinks + 2 * self.recent
 
     def hides(self, place: Any, row: Any, begin: Any, drafted: Any) -> Any:
-        """Return whether a row no longer sees an earlier row of its sequence, as it is neither recent nor a sink.
+        """Return whether a row (token) no longer sees an earlier row of its sequence: one neither recent nor a sink.
 
         All arguments are numbers or tensors that broadcast.
 
@@ -39,13 +39,20 @@ class Window:
             drafted: How many draft tokens the attending row sees besides its sequence. They count as recent rows, so
                 fewer rows of the sequence are visible.
         """
+        # the recent rows end at `row`, and draft tokens take up some of them
         is_old = place <= row - (self.recent - drafted)
         return is_old & (place >= begin + self.sinks)
 
     def columns(self, begin: int, first: int, end: int, drafted: int) -> list[slice]:
-        """Return the columns that at least one of the rows from `first` to before `end` sees: one or two slices.
+        """Return the columns (rows as keys) that at least one of the rows from `first` to before `end` sees.
 
-        The sequence begins at `begin`; `drafted` is as in `hides`.
+        They are one slice, or two if there is a gap between the sinks and the recent rows.
+
+        Args:
+            begin: The index of the sequence's first row.
+            first: The index of the first row that attends.
+            end: The index after the last row that attends.
+            drafted: How many draft tokens an attending row sees besides its sequence. They count as recent rows.
         """
         recent_start = max(first - (self.recent - drafted) + 1, begin)
         sinks_end = min(begin + self.sinks, end)

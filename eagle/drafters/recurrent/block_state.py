@@ -32,36 +32,44 @@ class BlockState(HeadState):
     head: Any
 
     def __init__(self, head: Any) -> None:
+        """Begin without sequences; `head` is a `Falcon`."""
         super().__init__(head)
         self.size: int = head.size  # k
-        # by row: the transformer block's inputs at the last slots [up to k - 1, H], which the next forward reads again
+        # by row: the transformer block's inputs at the last slots, which the next forward reads again: up to k - 1 of
+        # them, [slots, hidden size]
         self.recent: dict[int, Tensor] = {}
 
     def admit(self, row: int, noise: Noise | None = None) -> None:
-        """Begin a row."""
+        """Begin the sequence of a row, without slots yet; `noise` is the target's sampling noise, None if greedy."""
         super().admit(row, noise)
         self.recent[row] = torch.empty(
             0, self.head.shape.hidden_size, dtype=self.dtype, device=self.device
         )
 
     def fork(self, row: int, other: int) -> None:
-        """Copy a row's cache and the inputs of its last slots to a new row."""
+        """Copy a row's cache and the inputs of its last slots to the new row `other`, as beam search does."""
         super().fork(row, other)
+        # shared, as these tensors are replaced and never changed
         self.recent[other] = self.recent[row]
 
     def release(self, row: int) -> None:
-        """Release a row."""
+        """Drop the sequence of a row."""
         super().release(row)
         del self.recent[row]
 
     def _enter_committed(self, updates: Mapping[int, Committed]) -> tuple[Tensor, ...]:
-        """Return the transformer block's inputs [T, H] at the new slots of each row, T newly committed tokens."""
+        """Return the transformer block's inputs [T, H] at the T new slots of each row, in the order of `updates`.
+
+        A row, a sequence of the batch, has a new slot for each newly committed token. H is the hidden size. `updates`
+        have the tokens, the target's features at them, and the root, the token after them.
+        """
         tokens = []
         features = []
         for update in updates.values():
             assert update.features is not None
             # slot i reads the target's state of token i and token i + 1, so the last slot reads the root
             tokens += [update.tokens[1:], torch.tensor([update.root])]
+            # [T, 1, H], as there is a single tap
             features.append(update.features[:, 0])
         hidden = torch.cat(features).to(self.device, self.dtype)
         embedded = self.head.target_head.embed(upload(torch.cat(tokens), self.device)).to(
@@ -71,9 +79,11 @@ class BlockState(HeadState):
         return entered.split([len(update.tokens) for update in updates.values()])
 
     def _read_group(self, updates: Mapping[int, Committed]) -> Tensor:
-        """Read the new slots of each row in one padded forward, and return the states [B, k, H] of its last k slots.
+        """Read the new slots of each of B rows in one padded forward, and return the states [B, k, H] of its last k.
 
-        These are the first block of a draft.
+        These k slots are the first block of a draft. H is the hidden size. The slots' keys and values are added to the
+        cache, and their inputs to `self.recent`. `updates` are the newly committed tokens by row, a sequence of the
+        batch.
         """
         head = self.head
         cache = self.cache
@@ -85,19 +95,23 @@ class BlockState(HeadState):
             # The slots of a block see one another, also later ones. So those that were in the last block are read again
             # with the new ones, and their keys and values are overwritten.
             inputs.append(torch.cat([self.recent[row], new]))
+            # a copy, so that the tensor of all slots can be freed
             self.recent[row] = inputs[-1][1 - self.size :].clone()
             cache.lengths[cache_row] += len(new)
+        # how many slots of each row are read, those that are read again included, and the first one's cache column
         counts = [len(rows) for rows in inputs]
         lengths = [cache.lengths[cache_row] for cache_row in cache_rows]
         starts = [length - count for length, count in zip(lengths, counts, strict=True)]
         cache.set_write_offset(cache_rows, starts)
 
-        # every slot sees the whole sequence, later slots included: [B, 1, groups * T, columns]
+        # every slot sees the whole sequence, later slots included: [B or 1, 1, groups * T, columns] for T slots; a mask
+        # repeats the rows of a node for each query head that shares a key head
         committed = self._hide_after(lengths[: count_unlike(lengths)], max(starts) + max(counts))
         mask = committed[:, None, None].expand(-1, 1, head.query_groups * max(counts), -1)
         padded = pad_rows(inputs)
         tables = rotary_tables(head.rotary, padded, new_positions(starts, counts, self.device))
         states: Tensor = head.layers[0](padded, tables, mask, self.blocks[0])
+        # [B, k], the last slots of each row; any index serves for a row with fewer than k slots, which gets no draft
         block = torch.tensor(counts)[:, None] + torch.arange(-self.size, 0)
         return states.take_along_dim(upload(block.clamp(min=0)[..., None], self.device), 1)
 
@@ -110,9 +124,9 @@ class BlockState(HeadState):
         """Return the draft tree of each request; it has only the root if the sequence has fewer than k slots.
 
         Args:
-            requests: Those of the B rows.
-            cache_rows: The cache row of each row.
-            hidden: The states [B, k, H] of the rows' first blocks.
+            requests: Those of the B rows, the sequences of the batch.
+            cache_rows: The index of each row in the KV cache.
+            hidden: The states [B, k, H] of the k slots of the rows' first blocks, H the hidden size.
         """
         limited = []
         for request in requests:
@@ -123,6 +137,7 @@ class BlockState(HeadState):
         columns = max(self.cache.lengths[cache_row] for cache_row in cache_rows)
         inputs = self._draft_inputs(self._unlike_rows(cache_rows), columns, depth)
         levels = _BlockLevels(self, cache_rows, hidden, *inputs)
+        # root_logits are [B, 1, k, V]: the first slot's are those of the root's children
         return grow_rows(limited, levels.root_logits[:, 0, 0], levels)
 
 
@@ -136,16 +151,24 @@ class _BlockLevels(Levels):
         hidden: Tensor,
         *inputs: Tensor,
     ) -> None:
-        """Begin the drafts of B rows, from the states `hidden` [B, k, H] of the roots' blocks; else as in `Levels`."""
+        """Begin the drafts of B rows, the sequences of the batch.
+
+        Args:
+            state: The drafting state of the head.
+            cache_rows: The index of each row in the KV cache.
+            hidden: The states [B, k, hidden size] of the k slots of the roots' blocks.
+            inputs: Cosines, sines and the additive mask of the columns before the draft, as in `Levels`.
+        """
         super().__init__(state, cache_rows, hidden, *inputs)
-        # of the roots' blocks, whose states `root_states` are [B, 1, k, H]
+        # of the roots' blocks, whose states `root_states` are [B, 1, k, hidden size]
         self.root_logits: Tensor = state.head.logits(self.root_states, state.head.target_head)
 
     def _begin(self) -> None:
-        """Reset to the roots' blocks, for a new draft.
+        """Reset to the roots' blocks, for a new draft of B rows (sequences).
 
         The root's block has the last k slots of a row's committed tokens. It is in the cache and counts as none of the
-        draft's R blocks.
+        draft's R blocks. In the shapes below F blocks were read by the last forward, for one level of K nodes. H is the
+        hidden size and V the vocabulary.
         """
         count = len(self.cache_rows)
         device = self.root_states.device
@@ -170,8 +193,14 @@ class _BlockLevels(Levels):
     ) -> Tensor:
         """Return the logits after the nodes of one level: [B, K, V], or [B, 1, V] if they are the same for all nodes.
 
-        The rows are those whose trees still grow. `parents` [B, K] are the nodes' indices in the level above, see
-        `RowsLevel`.
+        A forward is needed only at every k-th level; its logits serve k levels.
+
+        Args:
+            depth: Of the nodes; the root has depth 0.
+            rows: The B rows whose trees still grow, as indices among those that the drafts began with.
+            tokens: [B, K], of the K nodes of the level in each tree.
+            parents: [B, K], the index of each node's parent in the level above.
+            tree_mask: Not used, as blocks have a mask of their own.
         """
         if depth == 1:
             self._begin()
@@ -187,14 +216,18 @@ class _BlockLevels(Levels):
         slot = depth % self.state.size
         if slot == 0:
             self._read_block(depth)
-        logits = self.logits[:, :, slot]  # [B, F, V]
+        logits = self.logits[:, :, slot]  # [B, F, V], after the F blocks that were read last
         # a new block for each node is in the order of the nodes, and a single block serves all nodes
         if slot == 0 or logits.shape[1] == 1:
             return logits
         return logits.take_along_dim(self.block_index[..., None], 1)
 
     def _read_block(self, depth: int) -> None:
-        """Read a new block for each node: the last k tokens of its path, with the states that predicted them."""
+        """Read a new block for each of the K nodes of a level, and set its states, logits and mask in place.
+
+        A block has the last k tokens of the node's path, each with the state that predicted it. `depth` is that of the
+        nodes, a multiple of k. B is the number of rows, R that of all blocks that a draft has read, these included.
+        """
         state = self.state
         size = state.size
         batch, count = self.block_index.shape
@@ -207,7 +240,7 @@ class _BlockLevels(Levels):
         # [B, K * k, R * k], by slot: all slots of a block see one another
         slot_mask = self.block_mask.repeat_interleave(size, dim=1).repeat_interleave(size, dim=2)
 
-        # [B, K * k, H]
+        # [B, K * k, hidden size], the states of the block that each node follows, which predicted the tokens
         hidden = self.states.take_along_dim(block_index[..., None], 1).flatten(1, 2)
         tokens = torch.stack(self.path, dim=2).flatten(1)  # [B, K * k]
         # the k positions are the same for all blocks

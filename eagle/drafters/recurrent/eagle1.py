@@ -25,9 +25,12 @@ class Eagle1(FeatureHead):
     settings: Eagle1Settings
 
     def forward(self, batch: Batch, target_head: TargetHead) -> dict[str, Tensor]:
-        """Return Smooth-L1 of the features plus cross-entropy of the probs, at supervised slots, with their weights."""
+        """Return EAGLE-1's loss: Smooth-L1 of the features plus cross-entropy of the probs, each with its weight.
+
+        Both are means over the supervised slots. "total" is minimised, the other terms are logged.
+        """
         settings = self.settings
-        # the third result is the cross-entropy by step, and there is one step
+        # the default objective is the cross-entropy; the third result is the loss by step, and there is one step
         regression, entropy, _ = self.losses(batch, target_head, Objective())
         # L = w_reg * SmoothL1(f, f') + w_cls * CE(softmax(head(f)), softmax(head(f')))
         return {

@@ -44,7 +44,10 @@ class Eagle3(FusedHead):
 
     @property
     def network(self) -> dict[str, Any]:
-        """The name of the network and the settings that decide what its weights mean: its taps and norms."""
+        """The name of the network and the settings that decide what its weights mean, for checkpoints and engines.
+
+        They are its stack of blocks, its taps (the target's hidden states that it reads) and its norms.
+        """
         return {
             "network": "fused",
             **self.stack,
@@ -54,15 +57,18 @@ class Eagle3(FusedHead):
         }
 
     def next_input(self, state: Tensor) -> Tensor:
-        """Return the state that the next level reads: the block's output, normed if `norm_output` is set."""
+        """Return the state that the next level reads: the last block's output, normed if `norm_output` is set."""
         return self.norm(state) if self.settings.norm_output else state
 
     def forward(self, batch: Batch, target_head: TargetHead) -> dict[str, Tensor]:
         """Return the distillation loss over all draft steps, plus the regression loss if it has a weight.
 
-        A slot counts in a step if a draft that began that many slots earlier reaches it.
+        A slot i has the target's states of token i and token i + 1, and predicts token i + 2. It counts in step s if a
+        draft that began s slots earlier reaches it. "total" is minimised, the other terms are logged, among them the
+        distillation loss of each step.
         """
         settings = self.settings
+        # the head's states at the S supervised slots, for each step, and the slots' token indices [S]
         unrolled = self.unroll(batch, target_head, settings.steps)
         in_draft_vocab = None
         if self.drafts is not None:
@@ -70,9 +76,12 @@ class Eagle3(FusedHead):
             in_draft_vocab = self.t2d[batch.tokens[unrolled.places + 2]]
         # step s weighs decay^s: L = sum_s decay^s * D(p, q_s)
         weights = step_weights(unrolled.places, settings.steps, in_draft_vocab, settings.decay)
-        student = align_steps(self.norm(state) for state in unrolled.states)  # [steps, S, H]
-        # the target predicts token i + 2 from its state i + 1
+        student = align_steps(
+            self.norm(state) for state in unrolled.states
+        )  # [steps, S, hidden size]
+        # [S, hidden size]: the target predicts token i + 2 from its state i + 1; tap -1 is what its LM head reads
         target_hidden = batch.select_taps((-1,))[:, 0].index_select(0, unrolled.places + 1)
+        # the student's LM head, and the teacher's with only the rows of the draft vocabulary
         heads = OwnHead(self.lm_head.weight), self.narrow_once(target_head, self.drafts)
         objective = Objective(settings.loss)
         # the dtype of the target's head for products of both heads, as autocast would choose

@@ -74,13 +74,14 @@ class Gate(nn.Linear):
     """
 
     def __init__(self, inputs: int, width: int) -> None:
+        """Make the three maps as one, from `inputs` numbers to `width` each, initialised as torch's LSTM."""
         super().__init__(inputs, 3 * width)
         bound = width**-0.5
         nn.init.uniform_(self.weight, -bound, bound)
         nn.init.uniform_(self.bias, -bound, bound)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return [.., H] from x [.., inputs]."""
+        """Return the new state [.., width] from x [.., inputs]."""
         input_gate, cell, output_gate = super().forward(x).chunk(3, dim=-1)
         return output_gate.sigmoid() * (input_gate.sigmoid() * cell.tanh()).tanh()
 
@@ -102,6 +103,7 @@ class Falcon(TrainableDrafter):
     rotary: Rotary
 
     def __init__(self, settings: FalconSettings, shape: HeadShape) -> None:
+        """Make two gates, one block and its rotary tables."""
         super().__init__(settings, shape)
         width = shape.hidden_size
         self.gates = nn.ModuleList([Gate(2 * width, width), Gate(width, width)])
@@ -116,22 +118,22 @@ class Falcon(TrainableDrafter):
         target_head: TargetHead | None = None,
         supervised: Iterable[Tensor] | None = None,
     ) -> Falcon:
-        """Return a new head with the target's width."""
+        """Return a new head with the target's sizes and random weights; the last two arguments are not used."""
         return cls(settings, head_shape(target_config))
 
     @property
     def network(self) -> dict[str, Any]:
-        """The network's name and its number of slots a block."""
+        """The network's name and the number of slots in a block, which decides what its weights mean."""
         return {"network": "falcon", "k": self.settings.k}
 
     @property
     def size(self) -> int:
-        """The number of slots of a block."""
+        """The number k of slots of a block: consecutive positions that one forward reads together."""
         return int(self.settings.k)
 
     @property
     def levels(self) -> int:
-        """The largest number of levels that it drafts."""
+        """The largest number of levels that it drafts, one token each."""
         return int(self.settings.levels)
 
     @property
@@ -145,9 +147,12 @@ class Falcon(TrainableDrafter):
         hidden: Tensor,
         drop: Callable[[Tensor], Tensor] = lambda state: state,
     ) -> Tensor:
-        """Return the transformer block's input [.., H]: two gates applied to embedded tokens and states [.., H].
+        """Return the transformer block's input [.., H]: two gates applied to embedded tokens and states.
 
-        `drop` is the dropout between the gates; by default none.
+        Args:
+            embedded: The tokens' embeddings [.., H], H the hidden size.
+            hidden: The states that the tokens are read with [.., H].
+            drop: The dropout between the gates; by default none.
         """
         first, second = self.gates
         entered: Tensor = second(drop(first(torch.cat([embedded, hidden], dim=-1))))
@@ -162,25 +167,29 @@ class Falcon(TrainableDrafter):
         caches: Sequence[Cache | None],
         target_head: TargetHead,
     ) -> Tensor:
-        """Return the head's states [B, T, H] at slots that read tokens [B, T] and states [B, T, H].
+        """Return the head's states [B, T, H] at T slots of each of B sequences (H: the hidden size).
 
-        The other arguments are those of `eagle.drafters.parts.sequence_state.SequenceHead.read`.
+        A slot reads a token [B, T] and a state `hidden` [B, T, H]. The other arguments are those of
+        `eagle.drafters.parts.sequence_state.SequenceHead.read`.
         """
+        # there is a single block, hence one cache
         entered = self.enter(target_head.embed(tokens).to(hidden.dtype), hidden)
         output: Tensor = self.layers[0](entered, tables, mask, caches[0])
         return output
 
     def logits(self, state: Tensor, target_head: TargetHead) -> Tensor:
-        """Return the target's logits of a state."""
+        """Return the logits [.., V] that the target's LM head gives to the head's states [.., hidden size]."""
         return target_head.logits(state)
 
     # -- blocks of sequences ------------------------------------------------------------------------------------------
 
     def read_text(self, entered: Tensor, tables: Pair, blocks: SlotBlocks) -> tuple[Tensor, Pair]:
-        """Return the states [k, A, H] of blocks, and the keys and values of all slots.
+        """Return the states [k, A, H] of the k slots of A blocks, and the keys and values of all slots.
+
+        A slot reads a token and a state; a block is k consecutive slots, which see one another.
 
         Args:
-            entered: The transformer block's inputs at all slots [N, H].
+            entered: The transformer block's inputs at all N slots of the sequences [N, H], H the hidden size.
             tables: Rotary tables at all slots.
             blocks: The blocks, whose slots are among these.
         """
@@ -190,8 +199,9 @@ class Falcon(TrainableDrafter):
         cosine, sine = tables
         # a slot may be in several blocks: each of them computes a row for it
         tables_at_slots = cosine.index_select(0, slots), sine.index_select(0, slots)
+        # nothing is drafted after these blocks yet, so no keys are besides the context
         states = self.read_blocks(
-            entered.index_select(0, slots), tables_at_slots, context, blocks, ()
+            entered.index_select(0, slots), tables_at_slots, context, blocks, block_pairs=()
         )
         return states, context
 
@@ -203,32 +213,38 @@ class Falcon(TrainableDrafter):
         blocks: SlotBlocks,
         block_pairs: StepPairs,
     ) -> Tensor:
-        """Return the states [k, A, H] of blocks.
+        """Return the states [k, A, H] of the k slots of A blocks (H: the hidden size).
 
-        Their slots attend to the sequence up to the block's last slot, and to the blocks drafted after that.
+        They are blocks of the sequences, or blocks that a draft adds after each of these. Their slots attend to the
+        sequence up to the last slot of its block, and to the blocks drafted after that, their own included.
 
         Args:
-            entered: The transformer block's inputs at the slots of the blocks [k * A, H].
+            entered: The transformer block's inputs at the slots of the blocks [k * A, H], slot by slot.
             tables: Rotary tables at these slots.
             context: Keys and values at all slots of the sequences.
-            blocks: The blocks; `spans` has the slots after which they are drafted.
-            block_pairs: Keys and values [heads, A, w] of each slot of the drafted blocks.
+            blocks: The blocks of the sequences; their `spans` have the last slot of each.
+            block_pairs: Keys and values [heads, A, w of a head] of each slot of the drafted blocks, if there are any.
         """
         query, residual = query_and_residual(self.layers[0], (entered, entered), tables)
         # all k queries of a block see the same keys, so they are given to attention as further heads of one row:
         # [heads, k * A, w] -> [heads * k, A, w]
         query_heads = query.unflatten(1, (self.size, -1)).flatten(0, 1)
         attended = attend(query_heads, *context, blocks.spans, block_pairs)
+        # back to [heads, k * A, w]
         attended = attended.unflatten(0, (-1, self.size)).flatten(1, 2)
         return add_rows(self.layers[0], attended, residual).unflatten(0, (self.size, -1))
 
     # -- training -----------------------------------------------------------------------------------------------------
 
     def forward(self, batch: Batch, target_head: TargetHead) -> dict[str, Tensor]:
-        """Return Smooth-L1 of the states plus cross-entropy of the probs, at blocks that do not overlap."""
+        """Return Smooth-L1 of the states plus cross-entropy of the probs, at the slots of blocks that do not overlap.
+
+        "total" is minimised, the other terms are logged.
+        """
         settings = self.settings
         states, answer_states, weights = self.training_states(batch, target_head)
         # L = w_reg * SmoothL1(f, f') + w_cls * CE(softmax(head(f)), softmax(head(f')))
+        # the losses are for several draft steps: [None] makes the blocks a single one
         regression = feature_regression(states[None], answer_states, weights[None])
         entropy, _ = distillation_loss(
             states[None], answer_states, weights[None], (target_head, target_head)
@@ -248,11 +264,13 @@ class Falcon(TrainableDrafter):
         their answers as inputs (glancing, as in non-autoregressive translation), so that the others learn from them.
 
         Returns:
-            The head's states [R, H], the target's states [R, H] and the loss weights [R].
+            The head's states [R, H], the target's states [R, H] and the loss weights [R], at the R = k * A slots of all
+            A blocks; H is the hidden size.
         """
         settings = self.settings
         blocks = SlotBlocks.side_by_side(batch, self.size)
-        # inputs of all slots: [N], [N, H] and [N, H]
+        # Inputs of all N slots: tokens [N] and states [N, H]; slot i reads the state of token i and token i + 1. The
+        # third result, the supervised slots, is not needed, as `blocks` have them.
         token_indices, positions, _ = sequence_positions(batch, batch.tokens.device)
         features = batch.select_taps(self.taps)[:, 0].to(self.dtype)
         tokens = batch.tokens.index_select(0, token_indices + 1)
@@ -266,6 +284,8 @@ class Falcon(TrainableDrafter):
         drop = self._dropout(batch)
 
         def read(tokens: Tensor, hidden: Tensor) -> Tensor:
+            """Return the head's states [R, hidden size] at the R slots of all blocks, from the inputs of all slots."""
+            # read_text also returns keys and values, which training does not need
             entered = self.enter(target_head.embed(tokens).to(hidden.dtype), hidden, drop)
             return self.read_text(entered, tables, blocks)[0].flatten(0, 1)
 
@@ -291,6 +311,7 @@ class Falcon(TrainableDrafter):
 
     def _dropout(self, batch: Batch) -> TextDropout:
         """Return the dropout between the gates, from each sequence's seed; it does nothing outside training."""
+        # the last two tokens of a sequence have no slot
         slot_counts = [max(length - 2, 0) for length in batch.lengths]
         share = self.settings.dropout if self.training else 0.0
         return TextDropout(share, batch.seeds, slot_counts, batch.tokens.device)
@@ -301,7 +322,7 @@ class Falcon(TrainableDrafter):
         return bool(self.settings.glance_from != self.settings.glance_to)
 
     def glanced_share(self, progress: float) -> float:
-        """Return the share of wrong slots that read their answers, linear in the progress of training (0 to 1)."""
+        """Return the share of wrongly predicted slots that read their answers, linear in the progress (0 to 1)."""
         settings = self.settings
         return float(settings.glance_from + (settings.glance_to - settings.glance_from) * progress)
 
@@ -316,12 +337,14 @@ class Falcon(TrainableDrafter):
     ) -> dict[str, Tensor]:
         """Return sums over the supervised slots of a batch: loss terms, and how often each tree's levels are accepted.
 
-        `trees` are fixed trees by name. The first k - 1 slots of a sequence have no whole block. They count as drafts
-        of which nothing is accepted.
+        `trees` are fixed trees by name: the paths of their nodes, as ranks of children from the root. The first k - 1
+        slots of a sequence have no whole block. They count as drafts of which nothing is accepted.
         """
+        # only slots with a whole block are supervised in this batch
         drafted = replace(batch, loss_mask=drafted_mask(batch, self.size))
         max_depth = max(len(path) for paths in trees.values() for path in paths)
         states = [state for state, _ in self.draft_levels(drafted, target_head, max_depth)]
+        # the head has no LM head of its own: the target's makes the logits of student and teacher
         sums = validate_batch(
             drafted, states, ([target_head.logits] * len(states), target_head.logits), trees
         )
@@ -341,13 +364,16 @@ class Falcon(TrainableDrafter):
         target_head: TargetHead,
         levels: int,
     ) -> list[tuple[Tensor, Callable[[Tensor], Tensor]]]:
-        """Return each level's states [S, H] at the supervised slots, and the target's LM head.
+        """Return each level's states [S, H] at the S supervised slots, and the target's LM head for it.
 
-        A draft begins at every supervised slot, with the sequence's tokens as draft tokens. One block gives k levels.
+        A draft begins at every supervised slot, with the sequence's tokens as draft tokens. One block of k slots gives
+        k levels: its first slot's state predicts the token after the root, its next slot's the one after that. H is the
+        hidden size.
         """
         size = self.size
         levels = min(levels, self.levels)
         device = batch.tokens.device
+        # a block at every supervised slot, which ends there; then the token indices and positions of all slots
         blocks = SlotBlocks.everywhere(batch, size)
         token_indices, positions, _ = sequence_positions(batch, device)
         features = batch.select_taps(self.taps)[:, 0].to(self.dtype)
@@ -358,10 +384,12 @@ class Falcon(TrainableDrafter):
         entered = self.enter(
             embedded.index_select(0, token_indices + 1), features.index_select(0, token_indices)
         )
+        # states [k, S, H]: at each supervised slot the block that ends there, whose slots are the first k levels
         states, context = self.read_text(entered, tables_at(positions), blocks)
 
         level_states = list(states)
         block_pairs: list[Pair] = []
+        # the slots where the blocks end, [S] each: as indices among slots and among tokens, and in their sequence
         last_slots = blocks.spans.rows
         last_indices = token_indices.index_select(0, last_slots)
         last_positions = positions.index_select(0, last_slots)
@@ -379,9 +407,11 @@ class Falcon(TrainableDrafter):
         return [(state, target_head.logits) for state in level_states[:levels]]
 
     def _slot_pairs(self, entered: Tensor, tables: Pair) -> list[Pair]:
-        """Return the keys and values of blocks, a pair [heads, A, w] for each of the k slots, in their order.
+        """Return the keys and values of A blocks: a pair [heads, A, w of a head] for each of the k slots, in order.
 
-        `entered` are the transformer block's inputs at the slots of the blocks [k * A, H].
+        Args:
+            entered: The transformer block's inputs at the slots of the blocks [k * A, hidden size], slot by slot.
+            tables: Rotary tables at these slots.
         """
         key, value = key_value(self.layers[0], (entered,), tables)
         keys = key.unflatten(1, (self.size, -1)).unbind(1)
@@ -395,16 +425,32 @@ class Falcon(TrainableDrafter):
         return BlockState(self)
 
     def forwards(self, budget: Budget) -> tuple[int, ...]:
-        """Return how many slots each forward after the first reads: a block of k for each node of every k-th level."""
+        """Return how many slots each forward after the first reads: a block of k for each node of every k-th level.
+
+        The cost of a draft within this budget is forecast from it. The first forward reads the committed tokens.
+        """
+        # the nodes of each level that are read, from level 1 on
         rows = level_rows(budget.within(self.levels))
         return tuple(self.size * nodes for nodes in rows[self.size - 1 :: self.size])
 
     def unread(self, accepted: int, depth: int) -> int:
-        """Return the rows of the next draft's first forward: the accepted tokens, the root and k - 1 earlier slots."""
+        """Return how many slots the next draft's first forward reads.
+
+        They are those of the accepted tokens and of the root, and k - 1 earlier ones.
+
+        Args:
+            accepted: How many draft tokens of the last tree were accepted.
+            depth: Not used.
+        """
         return accepted + self.size
 
     def kept_bytes(self, tokens: int, column: ColumnBytes) -> int:
-        """Return the bytes of keys and values, and of the inputs at the last slots, which `BlockState` stores."""
+        """Return the bytes of one sequence's state: keys and values, and the inputs at the last slots (`BlockState`).
+
+        Args:
+            tokens: The length of the sequence, the tokens of a draft included.
+            column: Not used: the bytes that a token takes in the target.
+        """
         weight = self.layers[0].mlp.up_proj.weight
         recent: int = (self.size - 1) * self.shape.hidden_size * weight.element_size()
         return sequence_bytes(self.layers, tokens) + recent
@@ -412,7 +458,8 @@ class Falcon(TrainableDrafter):
     def probe(self, context: int, rows: int, scored: int) -> Callable[[], Tensor]:
         """Return a function whose seconds are measured: a forward of `rows` slots after `context` cached tokens.
 
-        It computes logits of the last `scored` of them, at least of a block.
+        It computes logits of the last `scored` of them, at least of a block. Decoding forecasts the cost of drafts from
+        such seconds.
         """
         head: Any = self
         read = probe_read(head, context, rows)
@@ -420,27 +467,29 @@ class Falcon(TrainableDrafter):
 
         @torch.inference_mode()
         def run() -> Tensor:
+            """Run the forward, and return the logits [scored, V]."""
             return self.logits(read()[0, -scored:], self.target_head)
 
         return run
 
 
 def likeliest(states: Tensor, target_head: TargetHead) -> Tensor:
-    """Return the likeliest token [R] for each state [R, H], with the target's LM head."""
+    """Return the likeliest token [R] for each of R states [R, hidden size], by the target's LM head."""
     # `max` gives the same as `argmax`, which takes four times as long in bf16 on CPUs; the states are split because
     # logits of all rows may not fit in memory
     return torch.cat([target_head.logits(rows).max(-1).indices for rows in states.split(ROWS)])
 
 
 def replace_rows(rows: Tensor, slots: Tensor, marked: Tensor, replacements: Tensor) -> Tensor:
-    """Return rows [N, ..] with some of them replaced.
+    """Return a copy of rows [N, ..] with some of them replaced, such as tokens or states that slots read.
 
     Args:
-        rows: [N, ..], of all slots.
-        slots: [R], indices of rows.
-        marked: [R] bool, whether to replace the row at this index.
-        replacements: [R, ..].
+        rows: [N, ..], of all N slots.
+        slots: [R], the indices of R rows.
+        marked: R booleans, whether to replace the row at this index.
+        replacements: [R, ..], used where `marked` is true.
     """
+    # `torch.where` needs a dimension of 1 for each of a row's own
     trailing = [1] * (rows.dim() - 1)
     marked = marked.view(-1, *trailing)
     return rows.index_copy(0, slots, torch.where(marked, replacements, rows.index_select(0, slots)))
@@ -467,7 +516,7 @@ class SlotBlocks:
 
     @classmethod
     def everywhere(cls, batch: Batch, size: int) -> SlotBlocks:
-        """Return blocks that end at every supervised slot, as validation reads them; they overlap."""
+        """Return blocks of `size` slots that end at every supervised slot, as validation reads them; they overlap."""
         return cls._ending_at(
             batch, size, firsts=[0] * len(batch.lengths), stride=1, generators=_generators(batch)
         )
@@ -476,12 +525,14 @@ class SlotBlocks:
     def side_by_side(cls, batch: Batch, size: int) -> SlotBlocks:
         """Return blocks that do not overlap, as training reads them: every k-th slot ends one if it is supervised.
 
-        The sequence's seed decides where they begin, such that at least one block ends at a supervised slot.
+        The sequence's seed decides where they begin, such that at least one block ends at a supervised slot. `size` is
+        k, the slots of a block.
         """
         firsts = []
         generators = _generators(batch)
         for mask, generator in zip(batch.masks, generators, strict=True):
             # supervised slots that can end a block, counted from slot k - 1, as a block needs k slots
+            # slot i predicts token i + 2, so its mask is that of this token
             ends = mask[2:][size - 1 :].nonzero()[:, 0]
             # the blocks end at one of these slots, and at every k-th slot before and after it
             phase = 0
@@ -509,11 +560,12 @@ class SlotBlocks:
             stride: The distance from this slot to the next at which a block may end.
             generators: A random generator for each sequence, which decides what is glanced at.
         """
+        # for each sequence its part of every field after `spans` but the last
         by_sequence = []
         # by slot: slot i reads token i + 1 as the root, and is supervised if token i + 2 is
         masks = [mask[2:] for mask in batch.masks]
         offsets = torch.arange(1 - size, 1)[:, None]
-        begin = 0
+        begin = 0  # the first slot of the sequence among all slots
         for sequence, (mask, first, generator) in enumerate(
             zip(masks, firsts, generators, strict=True)
         ):
@@ -524,8 +576,10 @@ class SlotBlocks:
             reached = reached_levels(mask, ends, size).T
             # only blocks whose tokens are all supervised are glanced at, in a random order
             is_whole = reached[-1]
+            # for all other blocks a rank beyond all
             rank = torch.full_like(ends, sum(batch.lengths))
             rank[is_whole] = torch.randperm(int(is_whole.sum()), generator=generator)
+            # 1 to k - 1 slots
             glance_count = torch.randint(1, size, ends.shape, generator=generator)
             by_sequence.append(
                 (slots, reached, torch.full_like(ends, sequence), rank, glance_count)
@@ -541,18 +595,20 @@ class SlotBlocks:
         )
 
     def answers(self, token_indices: Tensor, count: int) -> Tensor:
-        """Return [R], for each slot of a block the index of the target's state that it predicts.
+        """Return [R], for each of the R = k * A slots of A blocks the index of the target's state that it predicts.
 
         Args:
-            token_indices: [N], the index of each slot among all tokens.
-            count: The number of all tokens.
+            token_indices: [N], the index of each of all N slots among all tokens.
+            count: The number of all tokens, which are as many as the target's states.
         """
         # slot i predicts the state of token i + k; an answer beyond its sequence has no weight
         size = len(self.slots)
         return (token_indices.index_select(0, self.slots.flatten()) + size).clamp(max=count - 1)
 
     def weights(self, counted: Tensor) -> Tensor:
-        """Return the loss weight [k, A] of each slot of the blocks; they add up to 1.
+        """Return the loss weight [k, A] of each of the k slots of A blocks.
+
+        They add up to 1 if every sequence has slots in the loss.
 
         A sequence's weight is proportional to its number of supervised slots, not to its number of blocks. Its slots in
         the loss share it equally.
@@ -560,6 +616,7 @@ class SlotBlocks:
         Args:
             counted: [k, A] bool, the slots that are in the loss.
         """
+        # [sequences], the weight of each slot in the loss
         share = (
             self.supervised
             / self.sum_by_sequence(counted).clamp(min=1)
@@ -568,7 +625,9 @@ class SlotBlocks:
         return counted * share.index_select(0, self.sequences)
 
     def glance(self, wrong: Tensor, share: float) -> Tensor:
-        """Return the slots that read their answers [k, A]: on average `share` times as many as predict a wrong token.
+        """Return which slots read their answers, a bool [k, A] for the k slots of A blocks.
+
+        They are on average `share` times as many as predict a wrong token.
 
         The answer of a slot includes the target's state, which depends on the answers of the slots before it in the
         block, and so reveals them. So if a slot reads its answer, all slots before it in the block do too.
@@ -585,16 +644,23 @@ class SlotBlocks:
         return is_glanced & (slot < self.glance_count)
 
     def sum_by_sequence(self, marked: Tensor) -> Tensor:
-        """Return [M], how many slots of the blocks of each sequence are marked; `marked` is a bool [k, A]."""
+        """Return [M], for each of M sequences how many slots of its blocks are marked.
+
+        `marked` is a bool [k, A], for the k slots of all A blocks.
+        """
         counts = torch.zeros(len(self.supervised), device=marked.device)
         return counts.index_add_(0, self.sequences, marked.sum(0).to(counts.dtype))
 
 
 def drafted_mask(batch: Batch, size: int) -> Tensor:
-    """Return the loss mask of all tokens without those that no whole block predicts, the first ones of a sequence."""
+    """Return the loss mask of all tokens, false at the first `size` + 1 of a sequence, which no whole block predicts.
+
+    `size` is the number of slots of a block. The first whole block ends at slot `size` - 1, and a draft from slot i
+    predicts token i + 2 first.
+    """
     return torch.cat([mask & (torch.arange(len(mask)) > size) for mask in batch.masks])
 
 
 def _generators(batch: Batch) -> list[torch.Generator]:
-    """Return a random generator for each sequence, from its seed."""
+    """Return a random generator for each sequence, from its seed, on the host."""
     return [torch.Generator().manual_seed(seed) for seed in batch.seeds]

@@ -64,13 +64,15 @@ class FeatureHead(UnrolledDrafter):
     borrows_logits = True
 
     def __init__(self, settings: FeatureSettings, shape: HeadShape) -> None:
+        """Make the network: a matrix that joins token and state, a block without input norm, and rotary tables."""
         super().__init__(settings, shape)
         self.fc = nn.Linear(2 * shape.hidden_size, shape.hidden_size, bias=settings.fc_bias)
         # blocks after the first, which the published head does not have
         more_blocks = [NormedBlock(shape) for _ in range(1, shape.num_hidden_layers)]
         self.layers = nn.ModuleList([Block(shape), *more_blocks])
         self.rotary = Rotary(shape)
-        # [L], the tokens of settings.loss_vocab. They are counted anew at every start, so no file holds them.
+        # The `settings.loss_vocab` tokens whose probs the loss compares. They are counted at every start, so no file
+        # holds them.
         self.register_buffer("loss_tokens", None, persistent=False)
 
     @property
@@ -86,7 +88,15 @@ class FeatureHead(UnrolledDrafter):
         target_head: TargetHead | None = None,
         supervised: Iterable[Tensor] | None = None,
     ) -> FeatureHead:
-        """Return a new head with the target's sizes, but for the settings' MLP width."""
+        """Return a new head with the target's sizes, but for the settings' MLP width.
+
+        Args:
+            settings: Of the recipe.
+            target_config: The target's config.
+            target_head: Not used, as the head has no LM head of its own.
+            supervised: The supervised tokens of each sequence; with `loss_vocab` in the settings the loss compares
+                probs of the most frequent ones.
+        """
         sizes = (
             {"intermediate_size": settings.intermediate_size} if settings.intermediate_size else {}
         )
@@ -99,13 +109,13 @@ class FeatureHead(UnrolledDrafter):
 
     @property
     def network(self) -> dict[str, Any]:
-        """One network for all heads that continue the target's last features, however trained."""
+        """The name of the network and its stack of blocks: the same for EAGLE-1 and HASS, which differ in training."""
         return {"network": "features", **self.stack}
 
     # -- one level ----------------------------------------------------------------------------------------------------
 
     def fuse_taps(self, features: Tensor) -> Tensor:
-        """Return the state [N, H] of the head's single tap from features [N, 1, H]."""
+        """Return the state [.., width] that the head reads from the target's features [.., 1, width], of one tap."""
         return features[..., 0, :]
 
     def first_block(
@@ -116,21 +126,37 @@ class FeatureHead(UnrolledDrafter):
         mask: Tensor | None,
         cache: Cache | None,
     ) -> Tensor:
-        """Return the first block's output [B, T, H] at embedded tokens and states [B, T, H], fused by one matrix."""
+        """Return the first block's output [B, T, H] at T tokens of B sequences (H: the hidden size); drafting calls it.
+
+        The other arguments are those of `Attention.forward`.
+
+        Args:
+            embedded: The tokens' embeddings [B, T, H].
+            hidden: The states that they are read with [B, T, H]. One matrix joins both.
+        """
         fused = self.fc(torch.cat([embedded, hidden], dim=-1))
         return self.layers[0](fused, rotary, mask, cache)
 
     def project_tokens(self, embedded: Tensor) -> Tensor:
-        """Return the token's part of the block's input [N, H]: W_e e, which serves all steps of an unroll."""
+        """Return the tokens' part W_e e of the block's input [N, H], which serves all draft steps in training.
+
+        `embedded` are the embeddings e [N, H] of N tokens, H the hidden size. W_e is the first half of the matrix `fc`,
+        with its bias.
+        """
         return F.linear(embedded, self.fc.weight[:, : embedded.shape[-1]], self.fc.bias)
 
     def block_inputs(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
-        """Return the block's input twice, also as residual: W [e; f] = W_e e + W_f f, with W_e e from `tokens`."""
+        """Return the block's input W [e; f] = W_e e + W_f f [N, hidden size] twice, also as residual, in training.
+
+        Args:
+            tokens: W_e e [N, hidden size], which `project_tokens` returned for N tokens.
+            hidden: The states f [N, hidden size].
+        """
         fused = tokens + F.linear(hidden, self.fc.weight[:, -hidden.shape[-1] :])
         return fused, fused
 
     def logits(self, state: Tensor, target_head: TargetHead) -> Tensor:
-        """Return the target's logits of the feature."""
+        """Return the logits [.., V] that the target's LM head gives to the head's state [.., hidden size]."""
         return target_head.logits(state)
 
     # -- training -----------------------------------------------------------------------------------------------------
@@ -151,19 +177,19 @@ class FeatureHead(UnrolledDrafter):
             steps: The number of draft steps: 1 trains on the target's features only (EAGLE-1).
 
         Returns:
-            The Smooth-L1 loss of the features, and the distillation loss, each summed over the steps; and the
-            distillation loss of each step [steps].
+            The Smooth-L1 loss of the features, and the distillation loss, each a mean over the supervised slots and
+            summed over the steps; and the distillation loss of each step [steps], for logs.
         """
         # no gradient flows from a step to the features that it reads, as published
         unrolled = self.unroll(
             batch, target_head, steps, detach=True, add_noise=partial(self._add_noise, batch)
         )
-        # [S, H]: slot i predicts the target's state i + 1
+        # [S, width] at S supervised slots: slot i predicts the target's state i + 1; tap -1 is what its LM head reads
         target_hidden = batch.select_taps((-1,))[:, 0].index_select(0, unrolled.places + 1)
-        student = align_steps(unrolled.states)  # [K, S, H]
+        student = align_steps(unrolled.states)  # [steps, S, hidden size]
         weights = step_weights(unrolled.places, steps)
-        # Student and teacher are compared by the rows of one matrix. The products with it are most of a training step
-        # where the vocabulary is large.
+        # Student and teacher are compared by the rows of one matrix, all or those of `loss_vocab`. The products with it
+        # are most of a training step where the vocabulary is large.
         lm_head = self.narrow_once(target_head, self.loss_tokens)
         loss, step_losses = distillation_loss(
             student, target_hidden, weights, (lm_head, lm_head), objective
@@ -172,7 +198,7 @@ class FeatureHead(UnrolledDrafter):
         return regression, loss, step_losses
 
     def _add_noise(self, batch: Batch, features: Tensor) -> Tensor:
-        """Return features [N, 1, H] plus uniform noise in training, unchanged in evaluation."""
+        """Return features [N, 1, width] at all N slots plus uniform noise in training, unchanged in evaluation."""
         if not (self.training and self.settings.noise):
             return features
         min_length = 1 if self.settings.noise_as_published else FULL_SPREAD
@@ -189,7 +215,7 @@ def add_noise(
 
     Args:
         batch: The sequences that the features belong to.
-        features: [N, ..], at all slots: every token of a sequence but the last two.
+        features: [N, ..], at all N slots of the sequences: every token of a sequence but the last two.
         spread: The noise is U(-1, 1) * spread * 512 / T for a sequence of T tokens.
         min_length: The lowest T in this formula, so that short sequences do not get more noise than the setting.
     """

@@ -56,7 +56,14 @@ class FusedHead(UnrolledDrafter):
     teacher_taps = (-1,)
 
     def __init__(self, settings: FusedSettings, shape: HeadShape) -> None:
+        """Make the network: a matrix that joins the taps, decoder blocks, a norm and an LM head.
+
+        Args:
+            settings: Of the recipe, with the taps filled in.
+            shape: The head's sizes, with `draft_vocab_size`.
+        """
         super().__init__(settings, shape)
+        # `for_target` fills in the default
         assert settings.taps is not None
         self.taps = settings.taps
         width = shape.hidden_size
@@ -76,10 +83,10 @@ class FusedHead(UnrolledDrafter):
 
     @property
     def parts(self) -> Parts:
-        """The parts that `eagle doctor` checks.
+        """The weights that a faulty conversion may have in a wrong order, which `eagle doctor` checks.
 
-        `fc` and its norms have a part for each tap. The matrices of the first block's queries, keys and values have two
-        halves, which read the embedding and the state.
+        `fc` and its norms have a part for each tap (hidden state of the target). The matrices of the first block's
+        queries, keys and values have two halves, which read the embedding and the state.
         """
         by_tap = ("fc.weight", "fc_norm") if self.fc_norm else ("fc.weight",)
         halves = tuple(f"layers.0.self_attn.{name}_proj.weight" for name in "qkv")
@@ -87,9 +94,13 @@ class FusedHead(UnrolledDrafter):
 
     @classmethod
     def taps_for(cls, settings: FusedSettings, target_config: Any) -> tuple[int, ...]:
-        """Return the taps of the settings, by default an early, a middle and a late layer."""
+        """Return the taps, the target's layers whose inputs the head reads.
+
+        They are those of the settings, by default an early, a middle and a late layer. ValueError if the target lacks
+        one.
+        """
         layers = target_config.num_hidden_layers
-        # the published taps if the target is deep enough
+        # EAGLE-3's published taps if the target is deep enough for them to differ
         usual = (2, layers // 2, layers - 3) if layers > 6 else (1, layers // 2, layers - 1)
         return check_taps(settings.taps or usual, layers)
 
@@ -117,7 +128,7 @@ class FusedHead(UnrolledDrafter):
             settings.model_copy(update={"taps": cls.taps_for(settings, target_config)}), shape
         )
         draw_linears(head, settings.linears)
-        head.fill_tables(drafts)
+        head.fill_tables(drafts)  # the tables between the ids of draft tokens and of the target's
         # queries that start as keys let a token attend to itself, which random queries learn late
         if settings.queries == "keys":
             head.layers[0].self_attn.start_from_keys()
@@ -134,16 +145,16 @@ class FusedHead(UnrolledDrafter):
 
     @classmethod
     def sizes(cls, settings: Any) -> dict[str, int]:
-        """Return the sizes that the settings decide; all others are the target's, with one block."""
+        """Return the keys of `head_shape` that the settings decide; other sizes are the target's, with one block."""
         return (
             {"intermediate_size": settings.intermediate_size} if settings.intermediate_size else {}
         )
 
     def bind(self, target_head: TargetHead) -> FusedHead:
-        """Give the head the target's embedding and LM head, which it needs to draft.
+        """Give the head the target's embedding and LM head, which it needs to draft, and return the head.
 
         If the target's LM head is packed in oneDNN's layout, which is faster on CPUs, the head's own LM head is packed
-        too.
+        too, in place.
         """
         if isinstance(target_head.output, PackedHead):
             pack_head(self.lm_head)
@@ -153,7 +164,10 @@ class FusedHead(UnrolledDrafter):
     # -- one level ----------------------------------------------------------------------------------------------------
 
     def fuse_taps(self, features: Tensor) -> Tensor:
-        """Return the state [.., H] that the first level reads: the target's states [.., L, H], joined by one matrix."""
+        """Return the state [.., H] that the first level reads: the target's states at L taps, joined by one matrix.
+
+        `features` are these states [.., L, H], H the hidden size.
+        """
         if self.fc_norm:
             normed = [norm(features[..., tap, :]) for tap, norm in enumerate(self.fc_norm)]
             return self.fc(torch.cat(normed, dim=-1))
@@ -167,17 +181,35 @@ class FusedHead(UnrolledDrafter):
         mask: Tensor | None,
         cache: Cache | None,
     ) -> Tensor:
-        """Return the first block's output [B, T, H] at embedded tokens and states [B, T, H]."""
+        """Return the first block's output [B, T, H] at T tokens of B sequences (H: the hidden size); drafting calls it.
+
+        A token's embedding is read with a state `hidden`, [B, T, H] each. The other arguments are those of
+        `Attention.forward`.
+        """
         return self.layers[0].read_pair(embedded, hidden, rotary, mask, cache)
 
     def project_tokens(self, embedded: Tensor) -> Tensor:
-        """Return the token's part [N, P] of queries, keys and values, which serves all steps of an unroll."""
+        """Return the tokens' part [N, P] of queries, keys and values, which serves all draft steps in training.
+
+        `embedded` are the embeddings [N, hidden size] of N tokens. P is the width of queries, keys and values together.
+        """
         return self.layers[0].project_tokens(embedded)
 
     def block_inputs(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
-        """Return the inputs of the first block: the projected tokens, the normed state and the residual."""
+        """Return the inputs of the first block's steps in training, at N slots.
+
+        Args:
+            tokens: What `project_tokens` returned for the slots' tokens [N, ..].
+            hidden: The states that the slots read [N, hidden size].
+
+        Returns:
+            The projected tokens, the normed states and the residual, as `TwoNormBlock.key_value` takes them.
+        """
         return tokens, *self.layers[0].norm_hidden(hidden)
 
     def logits(self, state: Tensor, target_head: TargetHead) -> Tensor:
-        """Return the logits [.., D] of the head's own LM head."""
+        """Return the logits [.., D] of states [.., hidden size] by the head's own LM head.
+
+        They are over the D tokens that the head can draft. The target's LM head is not used.
+        """
         return self.lm_head(self.norm(state))

@@ -29,7 +29,11 @@ class Hass(FeatureHead):
     settings: HassSettings
 
     def forward(self, batch: Batch, target_head: TargetHead) -> dict[str, Tensor]:
-        """Return EAGLE-1's loss plus the loss on the target's top-k tokens, summed over the draft steps."""
+        """Return EAGLE-1's loss plus the loss on the target's top-k tokens, summed over the draft steps.
+
+        "total" is minimised, the other terms are logged: the regression of the features, and the weighted loss of the
+        probs in each step.
+        """
         settings = self.settings
         objective = Objective(weight=settings.cross_entropy, top=settings.top, top_k=settings.top_k)
         regression, loss, step_losses = self.losses(batch, target_head, objective, settings.steps)

@@ -45,15 +45,15 @@ class LevelHead(SequenceHead, Protocol):
 
     @property
     def drafts(self) -> Tensor | None:
-        """[D], the draft vocabulary; None for all tokens."""
+        """[D], the draft vocabulary as the target's token ids, one for each logit; None for all tokens."""
         ...
 
     def next_input(self, state: Tensor) -> Tensor:
-        """Return the state that the next level reads, from a state that the head made."""
+        """Return the state [.., width] that the next level reads, from one that the head made, such as its norm."""
         ...
 
     def logits(self, state: Tensor, target_head: TargetHead) -> Tensor:
-        """Return [.., D], the logits of states."""
+        """Return the logits [.., D] of states [.., hidden size] over the D tokens of the draft vocabulary."""
         ...
 
 
@@ -63,6 +63,7 @@ class HeadState(SequenceState):
     head: LevelHead
 
     def __init__(self, head: LevelHead, window: Window | None = None) -> None:
+        """Begin without sequences; `window` is that of the head's blocks, None if tokens see their whole sequence."""
         super().__init__(head, window)
         self.drafts = head.drafts
         self.loop = None if head.capture is None else StaticLoop(head.capture)
@@ -73,10 +74,14 @@ class HeadState(SequenceState):
         updates: Mapping[int, Committed],
         budgets: Mapping[int, Budget],
     ) -> dict[int, DraftTree]:
-        """Return a draft tree for each row.
+        """Return a draft tree for each row, a sequence of the batch.
 
-        The head first reads the committed tokens with the target's features. Then each level reads the states that the
-        head made in the level before.
+        The head first reads the committed tokens with the target's features, which adds them to the KV cache. Then each
+        level of the trees reads the states that the head made in the level before.
+
+        Args:
+            updates: By row the tokens that were committed since its last draft, and the root.
+            budgets: By row the size of its tree.
         """
         rows, requests, hidden = self.read_updates(updates, budgets)
         cache_rows = [self.rows.index(row) for row in rows]
@@ -91,10 +96,11 @@ class HeadState(SequenceState):
         """Return the draft tree of each request.
 
         Args:
-            requests: Those of the B rows.
-            cache_rows: The cache row of each row.
-            hidden: The head's states [B, H] after the roots.
+            requests: Those of the B rows, the sequences of the batch.
+            cache_rows: The index of each row in the KV cache.
+            hidden: The head's states [B, H] after the roots, H the hidden size.
         """
+        # a captured CUDA graph drafts all levels in one launch
         if self.loop is not None and _can_replay(requests, cache_rows):
             grown = self._grow_static(requests, hidden, self.loop)
             roots = [request.root for request in requests]
@@ -117,14 +123,15 @@ class HeadState(SequenceState):
         are reserved for committed tokens.
 
         Args:
-            requests: Those of the rows, whose cache rows are 0, 1, ...
-            hidden: The head's states [B, H] after the roots.
+            requests: Those of the B rows, whose indices in the KV cache are 0, 1, ...
+            hidden: The head's states [B, H] after the roots, H the hidden size.
             loop: Runs, captures or replays the function.
         """
         budget = requests[0].budget
         cache_rows = list(range(len(requests)))
         room = sequence_capacity(max(self.cache.lengths[: len(requests)]))
-        # either all rows have noise or none has; the noise of a draft's positions is an input of the graph [depth, V]
+        # Either all rows have noise, which the target adds to its V logits, or none has. It is fixed by the position,
+        # so that of a draft's positions is an input of the graph, [depth, V] for each row.
         noises = [request.noise for request in requests if request.noise is not None]
         level_noises = [
             request.noise(list(range(request.position, request.position + budget.depth)))
@@ -139,7 +146,10 @@ class HeadState(SequenceState):
             committed: Tensor,
             *level_noises: Tensor,
         ) -> Tensor:
-            """Return the trees' columns [B, 1 or 3, N] from states, `_draft_inputs` and the noise of each row."""
+            """Return the trees' columns [rows, 1 or 3, nodes]: tokens, and for dynamic trees parents and likelihoods.
+
+            The arguments are the states after the roots, what `_draft_inputs` returned, and the noise of each row.
+            """
             row_noises: list[Noise | None] = [None] * len(cache_rows)
             if noises:
                 row_noises = [
@@ -153,22 +163,24 @@ class HeadState(SequenceState):
             ]
             levels = Levels(self, cache_rows, hidden, cosine, sine, committed)
             first = self.head.logits(hidden, self.head.target_head)
+            # with one budget all trees are in one group
             return grow_without_roots(static_requests, first, levels, self.drafts)[0].columns
 
         # a graph is valid for one set of shapes, for these noises' filters, and as long as the cache's buffers are not
-        # allocated again
+        # allocated again, which would change their addresses
         addresses = tuple(buffer.tensor.data_ptr() for buffer in self.cache.buffers)
         key = budget, len(requests), room, addresses, tuple(noises)
         inputs = [hidden, *self._draft_inputs(cache_rows, room, budget.depth), *level_noises]
-        # a copy, as the next replay overwrites the graph's output
+        # a copy, as the next replay overwrites the graph's output: [rows, 1 or 3, nodes]
         columns = loop(key, draft, inputs).clone()
         parents = plan_parents(budget, columns.shape[2], self.device)
         return DeviceTrees(cache_rows, columns, budget.depth, parents)
 
     def _unlike_rows(self, cache_rows: list[int]) -> list[int]:
-        """Return the cache rows that need a mask and positions: only the first if all sequences have the same length.
+        """Return the cache rows that need a mask and positions of their own.
 
-        Its mask and positions then serve all rows.
+        It is only the first if all sequences have as many columns and the same length: its mask and positions then
+        serve all rows.
         """
         sizes = {
             (self.cache.lengths[cache_row], self.sequence_length(cache_row))
@@ -182,16 +194,16 @@ class HeadState(SequenceState):
         columns: int,
         depth: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the positions and the mask of a draft's levels, which do not depend on the tree.
+        """Return the rotary tables and the mask of a draft's levels, which do not depend on the tree.
 
         Args:
-            cache_rows: The cache row of each row.
-            columns: The cache columns before the draft's.
+            cache_rows: The index of each of B rows, the sequences of the batch, in the KV cache.
+            columns: The number of cache columns before the draft's.
             depth: The number of levels.
 
         Returns:
-            Cosines and sines [B, depth, w] of the levels, and the additive mask of the columns before the draft
-            [B, columns]. With a window it is [B, depth, columns], as each level sees a column less.
+            Cosines and sines [B, depth, w of a head] of the levels, and the additive mask of the columns before the
+            draft [B, columns]. With a window it is [B, depth, columns], as each level sees a column less.
         """
         lengths = [self.cache.lengths[cache_row] for cache_row in cache_rows]
         committed = self._hide_after(lengths, columns)
@@ -210,11 +222,12 @@ class HeadState(SequenceState):
         return *tables, committed
 
     def _hide_after(self, lengths: Sequence[int], columns: int) -> Tensor:
-        """Return the additive mask [B, columns] that hides the columns after each sequence.
+        """Return the additive mask [B, columns] that hides the cache columns after the end of each of B sequences.
 
-        It is 0 at the columns of a row's sequence, `lengths[i]` in number, and the dtype's lowest number after them.
+        It is 0 at the columns of sequence i, `lengths[i]` in number, and the dtype's lowest number after them.
         """
         committed = torch.zeros(len(lengths), columns, dtype=self.dtype, device=self.device)
+        # nothing is hidden if every sequence fills all columns
         if min(lengths) < columns:
             ends = upload(torch.tensor(lengths)[:, None], self.device)
             is_after = torch.arange(columns, device=self.device) >= ends
@@ -237,13 +250,13 @@ class Levels(FollowsRows):
         sine: Tensor,
         committed: Tensor,
     ) -> None:
-        """Begin the drafts of B rows.
+        """Begin the drafts of B rows, the sequences of the batch.
 
         Args:
             state: The drafting state of the head.
-            cache_rows: The cache row of each row.
-            hidden: The head's states [B, H] after the roots.
-            cosine: Rotary table of the levels, [B or 1, levels, w].
+            cache_rows: The index of each row in the KV cache.
+            hidden: The head's states [B, H] after the roots, H the hidden size; other shapes [B, ..] in subclasses.
+            cosine: Rotary table of the levels, [B or 1, levels, w], w the width of a head.
             sine: Rotary table of the levels, [B or 1, levels, w].
             committed: The additive mask of the columns before the draft, see `HeadState._draft_inputs`.
         """
@@ -251,7 +264,7 @@ class Levels(FollowsRows):
         self.cache_rows = cache_rows
         self.root_states = hidden[:, None]  # [B, 1, H]
         self.rows = list(range(len(cache_rows)))  # the rows of the level before
-        self.hidden = self.root_states  # the states [B, K, H] of the level before
+        self.hidden = self.root_states  # the states [B, nodes, H] of the level before
         self.tables = cosine, sine  # [B or 1, levels, w]
         self.committed = committed  # [B or 1, columns], with a window [B or 1, levels, columns]
         self.start = committed.shape[-1]  # the draft's first cache column
@@ -268,8 +281,14 @@ class Levels(FollowsRows):
     ) -> Tensor:
         """Read the nodes of one level of these rows, and return the logits [B, K, D] of their children.
 
-        The rows are those whose trees still grow. `parents` [B, K] are the nodes' indices in the level above, see
-        `RowsLevel`.
+        The nodes' keys and values are added to the cache, after those of the levels above. D is the draft vocabulary.
+
+        Args:
+            depth: Of the nodes; the root has depth 0.
+            rows: The B rows whose trees still grow, as indices among those that the drafts began with.
+            tokens: [B, K], of the K nodes of the level in each tree.
+            parents: [B, K], the index of each node's parent in the level above.
+            tree_mask: [B, K, R] bool, true at each node and its ancestors among the R nodes read so far.
         """
         state = self.state
         head = state.head
@@ -280,15 +299,16 @@ class Levels(FollowsRows):
             self.begins = []
         (self.hidden,) = self.keep_rows(rows, self.hidden)
         tables, committed = self._inputs_at(slice(depth - 1, depth))
-        # the mask is over all nodes so far: [B, K, R]
+        # the first column of this level, after those of the nodes of the levels above
         begin = tree_mask.shape[2] - tokens.shape[1]
         self.begins.append(begin)
         if state.window is not None:
-            # in a deep draft the first levels may have left the window too
+            # [B or 1, columns], for this level; in a deep draft the first levels may have left the window too
             committed = committed[:, depth - 1]
             tree_mask = _hide_levels(tree_mask, self.begins[max(depth - state.window.recent, 0)])
         mask = level_mask(committed, tree_mask, head.query_groups)
 
+        # a node is read with the state of its parent: [B, K, hidden size]
         parent_states = self.hidden.take_along_dim(parents[..., None], 1)
         state.cache.set_write_offset(
             [self.cache_rows[row] for row in rows], [self.start + begin] * len(rows)
@@ -300,7 +320,11 @@ class Levels(FollowsRows):
         return logits
 
     def _inputs_at(self, levels: slice) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        """Return the rotary tables of some levels and the mask of the columns before the draft, for `self.rows`."""
+        """Return the rotary tables of some levels and the mask of the columns before the draft, for `self.rows`.
+
+        `levels` are counted from 0, the root's children. The tables are cosines and sines [B or 1, levels, w of a
+        head]; the mask has an entry for each of the B rows, or one for all.
+        """
         cosine, sine = self.tables
         committed = self.committed
         # with one row they serve all rows
@@ -312,7 +336,10 @@ class Levels(FollowsRows):
 
 
 def _hide_levels(tree_mask: Tensor, begin: int) -> Tensor:
-    """Return a tree mask [B, K, R] that is false at the columns before `begin`."""
+    """Return a tree mask [B, K, R] that is false at the columns before `begin`, for levels that left the window.
+
+    For each of B rows it tells which of R drafted nodes each of K nodes sees.
+    """
     return F.pad(tree_mask[..., begin:], (begin, 0)) if begin else tree_mask
 
 
@@ -322,11 +349,16 @@ def _draft_tables(
     lengths: Tensor,
     depth: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return the rotary tables [B, depth, w] of a draft's levels, the first at the position `lengths` [B, 1].
+    """Return the rotary tables of a draft's levels: cosines and sines [B, depth, w] each, w the width of a head.
 
-    `like` has the dtype and the device of the tables.
+    Args:
+        rotary: The head's rotary embedding.
+        like: A tensor with the dtype and the device of the tables.
+        lengths: [B, 1], the position of the first level in each of B sequences.
+        depth: The number of levels, one position each.
     """
     positions = lengths + torch.arange(depth, device=lengths.device)
+    # these types have fixed frequencies
     if rotary.rope_type not in FOLLOW_LENGTH:
         return rotary(like, positions)
     # the frequencies depend on the longest position of a forward, and each level is a forward: make its tables alone
@@ -337,10 +369,14 @@ def _draft_tables(
 
 
 def _can_replay(requests: Sequence[DraftRequest], cache_rows: Sequence[int]) -> bool:
-    """Return whether the drafts of these rows can be replayed as one captured CUDA graph.
+    """Return whether the drafts of these rows (sequences) can be replayed as one captured CUDA graph.
 
     That needs one budget for all, the cache rows 0, 1, ..., and rows that are all greedy or that all rank children by
     noise that the position decides.
+
+    Args:
+        requests: The root, position, budget and noise of each row.
+        cache_rows: The index of each row in the KV cache.
     """
     budget = requests[0].budget
     if budget.is_empty or any(request.budget != budget for request in requests):

@@ -46,14 +46,15 @@ class LayerLayout(NamedTuple):
     prefix: str  # begins the names of the layer's tensors
     names: tuple[str, str, str, str]  # of the modules that are enorm, hnorm, eh_proj and norm here
     block: str  # comes after the prefix in the names of the decoder block's tensors
-    second_prefix: str  # the prefix that a second_prefix MTP layer has
+    # the prefix that a second MTP layer has, by which a target with several is recognised
+    second_prefix: str
     hidden_first: bool = False  # whether the projection reads the state before the token
 
 
 def known_layouts(layers: int) -> tuple[LayerLayout, ...]:
     """Return the known layouts of an MTP layer in the checkpoint of a target with this number of layers.
 
-    They are those of DeepSeek-V3, MiMo and Qwen3-Next.
+    They are those of DeepSeek-V3, MiMo and Qwen3-Next. Each tells how the layer's tensors are named.
     """
     deepseek = LayerLayout(
         prefix=f"model.layers.{layers}.",
@@ -102,6 +103,7 @@ class Mtp(UnrolledDrafter):
     settings: MtpSettings
 
     def __init__(self, settings: MtpSettings, shape: HeadShape) -> None:
+        """Make the layer: norms of embedding and state, their projection, a block, and the norm before the LM head."""
         super().__init__(settings, shape)
         width = shape.hidden_size
         self.enorm = Norm(width, shape.rms_norm_eps)
@@ -137,16 +139,17 @@ class Mtp(UnrolledDrafter):
         if weights is None or settings.start == "random":
             return cls(settings, head_shape(target_config))
         layout = _find_mtp_layer(weights, target_config) if settings.start == "target" else None
-        # also where `start` is "target" and the target has no MTP layer
+        # `start` is "last_block", or it is "target" and the target has no MTP layer
         if layout is None:
             return cls._from_last_block(settings, target_config, weights)
         return cls._from_mtp_layer(settings, target_config, weights, layout)
 
     @classmethod
     def _from_last_block(cls, settings: MtpSettings, config: Any, weights: Weights) -> Mtp:
-        """Return a head with the target's last decoder block and final norm.
+        """Return a head that starts with the target's last decoder block and final norm.
 
-        Its projection starts as the mean of the normed token embedding and the normed state.
+        Its projection starts as the mean of the normed token embedding and the normed state. `weights` returns a
+        target's tensor by its name, and `config` is the target's.
         """
         # This start is the best of those that were tried. On the tiny target, after 2 epochs, the acceptance length is
         # 2.96; with a random projection it is 2.62, with the state alone 2.36, and with a random head 2.49.
@@ -155,6 +158,7 @@ class Mtp(UnrolledDrafter):
         # the checkpoint of a head says how it did start
         head = cls(settings.model_copy(update={"start": "last_block"}), shape)
         copy_target_blocks(head.layers, head.norm, weights, config)
+        # half of each of the two inputs
         head.eh_proj.weight.data.copy_(torch.eye(config.hidden_size).repeat(1, 2) / 2)
         return head
 
@@ -166,7 +170,14 @@ class Mtp(UnrolledDrafter):
         weights: Weights,
         layout: LayerLayout,
     ) -> Mtp:
-        """Return a head with the weights of the MTP layer in the target's checkpoint."""
+        """Return a head with the weights of the MTP layer in the target's checkpoint.
+
+        Args:
+            settings: Of the recipe.
+            config: The target's.
+            weights: Returns a target's tensor by its name.
+            layout: How the tensors of the MTP layer are named.
+        """
         prefix = layout.prefix + layout.block
         # the weights decide the order of token and state, whatever the recipe says
         settings = settings.model_copy(update={"hidden_first": layout.hidden_first})
@@ -189,7 +200,7 @@ class Mtp(UnrolledDrafter):
     # -- one level ----------------------------------------------------------------------------------------------------
 
     def fuse_taps(self, features: Tensor) -> Tensor:
-        """Return the state [N, H] of the head's single tap from features [N, 1, H]."""
+        """Return the state [.., width] that the head reads from the target's features [.., 1, width], of one tap."""
         return features[..., 0, :]
 
     def first_block(
@@ -200,9 +211,11 @@ class Mtp(UnrolledDrafter):
         mask: Tensor | None,
         cache: Cache | None,
     ) -> Tensor:
-        """Return the block's output [B, T, H]: h = Block(M [norm(e); norm(h')]), as in DeepSeek-V3.
+        """Return the block's output [B, T, H] at T tokens of B sequences (H: the hidden size); drafting calls it.
 
-        e are the embedded tokens, h' the states of the level before and M is `eh_proj`. MiMo has [norm(h'); norm(e)].
+        It is h = Block(M [norm(e); norm(h')]), as in DeepSeek-V3: e are the embedded tokens, h' the states of the level
+        before (`hidden`), [B, T, H] each, and M is `eh_proj`. MiMo has [norm(h'); norm(e)]. The other arguments are
+        those of `Attention.forward`.
         """
         halves = [self.enorm(embedded), self.hnorm(hidden)]
         if self.settings.hidden_first:
@@ -210,32 +223,42 @@ class Mtp(UnrolledDrafter):
         return self.layers[0](self.eh_proj(torch.cat(halves, dim=-1)), rotary, mask, cache)
 
     def project_tokens(self, embedded: Tensor) -> Tensor:
-        """Return the token's part [N, H] of the projection, which serves all steps of an unroll."""
+        """Return the tokens' part of the projection [N, hidden size], which serves all draft steps in training.
+
+        `embedded` are the embeddings [N, hidden size] of N tokens.
+        """
+        # the first half reads tokens
         return F.linear(self.enorm(embedded), self._halves()[0])
 
     def block_inputs(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
-        """Return attention's input, normed, and the residual, from the projections of token and state added up."""
+        """Return attention's input, normed, and the residual, [N, hidden size] each, at N tokens; training calls it.
+
+        Args:
+            tokens: What `project_tokens` returned for the tokens [N, hidden size], to which the state's part is added.
+            hidden: The states that the tokens are read with [N, hidden size].
+        """
         return self.layers[0].inputs(tokens + F.linear(self.hnorm(hidden), self._halves()[1]))
 
     def _halves(self) -> tuple[Tensor, Tensor]:
-        """Return the columns of `eh_proj` for tokens and those for states, [H, H] each."""
+        """Return the columns of `eh_proj` for tokens and those for states, [hidden size, hidden size] each."""
         first, second = self.eh_proj.weight.chunk(2, dim=1)
         return (second, first) if self.settings.hidden_first else (first, second)
 
     def next_input(self, state: Tensor) -> Tensor:
-        """Return the normed state, which the next level reads in place of the target's."""
+        """Return the normed state [.., hidden size], which the next level reads in place of the target's."""
         return self.norm(state)
 
     def logits(self, state: Tensor, target_head: TargetHead) -> Tensor:
-        """Return the target's logits of the normed state."""
+        """Return the logits [.., V] that the target's LM head gives to the head's states [.., width], normed here."""
         return target_head.logits(self.norm(state))
 
     # -- training -----------------------------------------------------------------------------------------------------
 
     def forward(self, batch: Batch, target_head: TargetHead) -> dict[str, Tensor]:
-        """Return the distillation loss over all draft steps.
+        """Return the distillation loss over all draft steps, a weighted mean.
 
-        A slot counts in a step if a draft that began that many slots earlier reaches it.
+        A slot i has the target's state of token i and token i + 1, and predicts token i + 2. It counts in step s if a
+        draft that began s slots earlier reaches it. "total" is minimised, the losses of the steps are logged.
         """
         settings = self.settings
         unrolled = self.unroll(batch, target_head, settings.steps)
@@ -243,6 +266,7 @@ class Mtp(UnrolledDrafter):
         weights = step_weights(unrolled.places, settings.steps, decay=settings.decay)
         weights = weights / sum(settings.decay**step for step in range(settings.steps))
         student = align_steps(self.norm(state) for state in unrolled.states)
+        # the target's states or the sequences' tokens, the LM head that maps states to logits, and the divergence
         teacher, teacher_head, objective = choose_teacher(
             settings.loss, batch, unrolled.places, target_head
         )
@@ -263,10 +287,12 @@ def _find_mtp_layer(weights: Weights, config: Any) -> LayerLayout | None:
     """
     for layout in known_layouts(config.num_hidden_layers):
         # every layout has a projection of another name, by which it is recognised
+        # the names are of enorm, hnorm, eh_proj and norm
         _, _, projection, _ = layout.names
         if find_tensor(weights, f"{layout.prefix}{projection}.weight") is None:
             continue
         second = layout.second_prefix
+        # every block has an input norm, so this tensor tells if there is a second MTP layer
         if find_tensor(weights, f"{second}input_layernorm.weight") is not None:
             raise ValueError(
                 f"{config.model_type} has several MTP layers, as {second}, of which each drafts one level: got "

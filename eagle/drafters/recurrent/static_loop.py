@@ -27,7 +27,10 @@ MIN_ROOM = 256
 
 
 def sequence_capacity(length: int) -> int:
-    """Return how many cache columns are reserved for sequences of up to this length: the next power of two."""
+    """Return how many cache columns are reserved for sequences of up to `length` tokens: the next power of two.
+
+    It is at least MIN_ROOM. Powers of two, as every change of the number is captured again.
+    """
     return max(MIN_ROOM, 1 << (length - 1).bit_length())
 
 
@@ -36,6 +39,10 @@ def capture_cuda(function: Function, inputs: Sequence[Tensor]) -> Function:
 
     A graph reads its inputs from fixed addresses, so a call copies its inputs there. Every call returns the same output
     tensor, which the next call overwrites.
+
+    Args:
+        function: Maps tensors to a tensor, by kernels that do not depend on the tensors' values.
+        inputs: Tensors of the shapes, dtypes and devices of later inputs.
     """
     buffers = [tensor.clone() for tensor in inputs]
     graph = torch.cuda.CUDAGraph()
@@ -43,6 +50,7 @@ def capture_cuda(function: Function, inputs: Sequence[Tensor]) -> Function:
         output = function(*buffers)
 
     def replay(*inputs: Tensor) -> Tensor:
+        """Return the function's output for these inputs, in the same tensor at every call."""
         for buffer, tensor in zip(buffers, inputs, strict=True):
             buffer.copy_(tensor)
         graph.replay()
@@ -55,13 +63,20 @@ class StaticLoop:
     """The captured draft loops of a head, by a key of everything that decides their shapes and addresses."""
 
     def __init__(self, capture: Capture = capture_cuda) -> None:
+        """Begin without captured functions; `capture` makes a replayable function, see `Capture`."""
         self.capture = capture
+        # None for a key whose function has run once and is not captured yet
         self.captured: dict[Hashable, Function | None] = {}
 
     def __call__(self, key: Hashable, function: Function, inputs: Sequence[Tensor]) -> Tensor:
-        """Return the result of a function for these inputs.
+        """Return the result of a function for these inputs, which a captured function may overwrite at the next call.
 
         The first call with a key runs the function, the second captures it, and later ones replay it.
+
+        Args:
+            key: Everything that decides the function's shapes and the addresses that it reads.
+            function: Maps the inputs to a tensor.
+            inputs: Tensors, which may be others in every call.
         """
         # a CUDA graph can only be captured after a run that allocated memory and compiled kernels
         if key not in self.captured:
@@ -85,7 +100,7 @@ class PrecomputedNoise:
     temperature: float
 
     def __call__(self, positions: list[int]) -> Tensor:
-        """Return the noise [P, V] at these levels."""
+        """Return the noise [P, V] at these P levels, over the target's V tokens; level 0 is the first drafted token."""
         return torch.stack([self.rows[position] for position in positions])
 
     def draft_noise(self, rows: int) -> Tensor:
@@ -95,5 +110,5 @@ class PrecomputedNoise:
         )
 
     def filter_logits(self, logits: Tensor) -> Tensor:
-        """Return the logits [K, V], far lower for tokens that the sequence's top-p and other filters exclude."""
+        """Return logits [K, V] of K nodes, far lower for tokens that the sequence's top-p and other filters exclude."""
         return self.noise.filter_logits(logits)

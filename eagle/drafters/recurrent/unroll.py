@@ -80,7 +80,10 @@ class UnrolledDrafter(CompiledParts, ReducedVocab, TrainableDrafter):
 
     @abstractmethod
     def fuse_taps(self, features: Tensor) -> Tensor:
-        """Return the state [.., H] that the first level reads, from the target's features [.., L, H]."""
+        """Return the state [.., H] that the first level reads (H: the hidden size), in place of the head's own.
+
+        `features` [.., L, H] are the target's hidden states at the head's L taps, the layers that it reads.
+        """
 
     @abstractmethod
     def first_block(
@@ -91,16 +94,21 @@ class UnrolledDrafter(CompiledParts, ReducedVocab, TrainableDrafter):
         mask: Tensor | None,
         cache: Cache | None,
     ) -> Tensor:
-        """Return the first block's output [B, T, H] at embedded tokens and states [B, T, H]; drafting calls it.
+        """Return the first block's output [B, T, H] at T tokens of B sequences (H: the hidden size); drafting calls it.
 
         The other arguments are those of `eagle.drafters.parts.decoder_block.Attention.forward`.
+
+        Args:
+            embedded: The tokens' embeddings [B, T, H].
+            hidden: The states that the tokens are read with [B, T, H].
         """
 
     @abstractmethod
     def project_tokens(self, embedded: Tensor) -> Tensor:
-        """Return the part [N, P] of a level's computation that depends only on the embedded token [N, H].
+        """Return the part of a level's computation that depends only on the embedded tokens [N, hidden size].
 
-        Training computes it once for all steps and passes it to `block_inputs`.
+        Training computes it once for all draft steps and passes it to `block_inputs`. It is [N, P] for N tokens, with a
+        width P of the subclass's choice.
         """
 
     @abstractmethod
@@ -108,16 +116,16 @@ class UnrolledDrafter(CompiledParts, ReducedVocab, TrainableDrafter):
         """Return the inputs of the first block's `key_value` and `query_and_residual`; training calls it.
 
         Args:
-            tokens: What `project_tokens` returned for the tokens [N, P].
-            hidden: The states [N, H].
+            tokens: What `project_tokens` returned for N tokens [N, ..].
+            hidden: The states that the tokens are read with [N, H], H the hidden size.
         """
 
     @abstractmethod
     def logits(self, state: Tensor, target_head: TargetHead) -> Tensor:
-        """Return the logits [.., V or D] of states [.., H]."""
+        """Return the logits of states [.., width]: [.., V] over the target's tokens, or over a draft vocabulary."""
 
     def next_input(self, state: Tensor) -> Tensor:
-        """Return the state that the next level reads, from a state that the head made."""
+        """Return the state [.., width] that the next level reads, from one that the head made: by default the same."""
         return state
 
     # -- training -----------------------------------------------------------------------------------------------------
@@ -143,14 +151,19 @@ class UnrolledDrafter(CompiledParts, ReducedVocab, TrainableDrafter):
             steps: The number of steps, the levels of the draft.
             detach: Whether to stop the gradient from a step to the step before.
             add_noise: Applied to the target's features.
+
+        Returns:
+            The states of each step at the supervised slots, and the slots' token indices.
         """
+        # indices among tokens and positions of all N slots [N], and which of them are supervised
         slots, positions, spans = sequence_positions(batch, batch.tokens.device, self.window)
         dtype = self.layers[0].mlp.up_proj.weight.dtype
         features = add_noise(batch.select_taps(self.taps)[slots].to(dtype))
         tokens = self.project_tokens(
             target_head.embed(batch.tokens).to(dtype)
-        )  # [N, P], for all steps
+        )  # of all tokens of the batch, for all steps
         tables_at = position_tables(self.rotary, features, max(batch.lengths, default=0) + steps)
+        # slot i reads token i + 1 with the target's states of token i
         inputs = self.block_inputs(tokens.index_select(0, slots + 1), self.fuse_taps(features))
         context, inputs = read_context(
             self.layers,
@@ -170,9 +183,10 @@ class UnrolledDrafter(CompiledParts, ReducedVocab, TrainableDrafter):
             self.layers[-1], inputs, tables_at(positions), context[-1], spans=spans, run=self._run
         )
         states = [state]
-        # the keys and values of the steps after step 0, for each block
+        # for each block the keys and values of the steps after step 0, to which `_read_step` adds
         step_pairs: list[list[Pair]] = [[] for _ in self.layers]
         for step in range(1, steps):
+            # the indices of the tokens that this step reads; `places_behind` counts steps from 1
             following = batch.places_behind(places, 1 + step)
             above = state.detach() if detach else state
             inputs = self.block_inputs(tokens.index_select(0, following), self.next_input(above))
@@ -190,7 +204,9 @@ class UnrolledDrafter(CompiledParts, ReducedVocab, TrainableDrafter):
         spans: Spans,
         step_pairs: list[list[Pair]],
     ) -> Tensor:
-        """Return the states [S, H] of one step after step 0, and append its keys and values to `step_pairs`.
+        """Return the states [S, H] of one draft step after step 0, and append its keys and values to `step_pairs`.
+
+        S are the supervised slots, at each of which a draft begins; H is the hidden size.
 
         Args:
             inputs: Those of the first block at the supervised slots.
@@ -228,12 +244,15 @@ class UnrolledDrafter(CompiledParts, ReducedVocab, TrainableDrafter):
     ) -> dict[str, Tensor]:
         """Return sums over the supervised slots of a batch: loss terms, and how often each tree's levels are accepted.
 
-        `eagle.drafters.parts.validation.figures` makes figures of them. `trees` are fixed trees by name.
+        `eagle.drafters.parts.validation.figures` makes figures of them. `trees` are fixed trees by name: the paths of
+        their nodes, as ranks of children from the root.
         """
+        # one step for each level of the deepest tree
         steps = max(len(path) for paths in trees.values() for path in paths)
         states = self.level_states(batch, target_head, steps)
 
         def logits(state: Tensor) -> Tensor:
+            """Return the head's logits over all tokens of the target, to compare them with the target's."""
             return self.on_all_tokens(self.logits(state, target_head))
 
         return validate_batch(batch, states, ([logits] * len(states), target_head.logits), trees)
@@ -244,14 +263,17 @@ class UnrolledDrafter(CompiledParts, ReducedVocab, TrainableDrafter):
         target_head: TargetHead,
         levels: int,
     ) -> list[tuple[Tensor, Callable[[Tensor], Tensor]]]:
-        """Return each level's states [S, H] at the supervised slots, and the function that makes logits of them."""
+        """Return each level's states [S, H] at the S supervised slots, and the function that makes logits of them.
+
+        A draft begins at every supervised slot, with the sequence's tokens as draft tokens. H is the hidden size.
+        """
         return [
             (state, lambda state: self.logits(state, target_head))
             for state in self.level_states(batch, target_head, levels)
         ]
 
     def level_states(self, batch: Batch, target_head: TargetHead, levels: int) -> list[Tensor]:
-        """Return each level's states [S, H] at all supervised slots."""
+        """Return each level's states [S, hidden size] at all S supervised slots, of drafts that begin there."""
         return self.unroll(batch, target_head, levels).states
 
     # -- drafting -----------------------------------------------------------------------------------------------------
@@ -269,9 +291,10 @@ class UnrolledDrafter(CompiledParts, ReducedVocab, TrainableDrafter):
         caches: Sequence[Cache | None],
         target_head: TargetHead,
     ) -> Tensor:
-        """Return the states [B, T, H] after tokens [B, T], each of which is read with a state [B, T, H].
+        """Return the head's states [B, T, hidden size] after T new tokens of each of B sequences, and cache these.
 
-        The arguments are those of `eagle.drafters.parts.sequence_state.SequenceHead.read`.
+        Each of the tokens [B, T] is read with a state `hidden` [B, T, hidden size]. The arguments are those of
+        `eagle.drafters.parts.sequence_state.SequenceHead.read`.
         """
         # only the first block reads the tokens
         embedded = target_head.embed(tokens).to(hidden.dtype)
@@ -281,11 +304,17 @@ class UnrolledDrafter(CompiledParts, ReducedVocab, TrainableDrafter):
         return state
 
     def forwards(self, budget: Budget) -> tuple[int, ...]:
-        """Return how many nodes each forward after the first reads: one forward for each level of the tree."""
+        """Return how many nodes each forward after the first reads: one forward for each level of the tree.
+
+        The cost of a draft within this budget is forecast from it. The first forward reads the committed tokens.
+        """
         return level_rows(budget)
 
     def kept_bytes(self, tokens: int, column: ColumnBytes) -> int:
-        """Return the bytes of keys and values of every block that a sequence of `tokens` tokens needs at most."""
+        """Return the bytes of keys and values of every block that a sequence of `tokens` tokens needs at most.
+
+        `column` is not used: the bytes that a token takes in the target.
+        """
         # the cache has the most columns just before the window drops some
         if self.window is not None:
             tokens = min(tokens, self.window.most + WINDOW_CHUNK_TOKENS)
@@ -297,13 +326,14 @@ class UnrolledDrafter(CompiledParts, ReducedVocab, TrainableDrafter):
     def probe(self, context: int, rows: int, scored: int) -> Callable[[], Tensor]:
         """Return a function whose seconds are measured: a forward of `rows` tokens after `context` cached tokens.
 
-        It computes logits of the last `scored` of them.
+        It computes logits of the last `scored` of them. Decoding forecasts the cost of drafts from such seconds.
         """
         target_head = self.target_head
         read = probe_read(self, context, rows, self.window)
 
         @torch.inference_mode()
         def run() -> Tensor:
+            """Run the forward, and return the logits of its last `scored` tokens."""
             return self.logits(read()[0, -scored:], target_head)
 
         return run
