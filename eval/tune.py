@@ -528,7 +528,8 @@ def tune(args: argparse.Namespace) -> dict[str, Any]:
         _try_all(tuning, candidates, budget)
     if args.write:
         write_budget(head, budget)
-        print(f"written into {head}/config.json")
+        off = "" if budget.nodes else "; the head drafts nothing until `budget` is deleted there"
+        print(f"written into {head}/config.json{off}")
     chosen = tuning.trial(budget)
     return {
         "budget": budget,

@@ -29,6 +29,7 @@ from recipes.suggestions import (
     suggest_rate,
 )
 
+FEW = 1000  # conversations, below which a head accepts little
 HELD_OUT = 100  # conversations, at most, and at most one in twenty
 SERVER = "http://localhost:8000/v1"  # where vLLM and SGLang listen by default
 
@@ -74,6 +75,10 @@ def main(argv: list[str]) -> None:
     print(
         f"{folder}/heldout.jsonl: {len(chosen)} conversations from all over {args.data}, for measuring"
     )
+    if len(rest) < FEW:
+        print(
+            f"fewer than {FEW:,} conversations teach a head little: expect a small speedup, if any"
+        )
     print(f"next: eagle train {args.out} --check")
 
 

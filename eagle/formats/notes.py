@@ -130,7 +130,8 @@ def _choose_depth(
     """
     depth = USUAL_DEPTH
     reason = UNMEASURED
-    if drafter.budget is not None:
+    # tuning may have found that no draft pays, which is no length of a chain
+    if drafter.budget is not None and drafter.budget.nodes:
         depth = drafter.budget.depth
         reason = "the depth of the draft shape that `eagle measure --tune` found to be the fastest"
     elif shares:

@@ -37,7 +37,8 @@ class TargetSection(Section):
 
     path: str  # a folder, a hub id, or a GGUF file: one on disk, or owner/name:file.gguf of the hub
     revision: str | None = None  # a branch, tag or commit of the hub id
-    # float32, bfloat16 or float16; "auto" is bfloat16 where the device multiplies in it
+    # float32, bfloat16 or float16; "auto" is bfloat16 where the device multiplies in it, but float32 for
+    # `eagle measure` on a CPU
     dtype: str = "auto"
     trust_remote_code: bool = False  # run modeling code that the checkpoint brings
     adapter: str | None = None  # a LoRA adapter, merged into the model at load

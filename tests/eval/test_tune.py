@@ -355,6 +355,7 @@ def test_the_command_says_what_pays_and_writes_it(
     assert share is not None
     assert float(share[1]) > 100 / tune.MARGIN
     assert load_drafter(folder, tiny_target).budget == NOT_DRAFTING
+    assert "the head drafts nothing until `budget` is deleted there" in said
 
 
 def test_the_search_forecasts_and_counts_its_shapes(target: Target, loops: list[Answer]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from eagle.__main__ import main
 from eagle.core.budget import Budget
 from eagle.core.drafter import Committed
-from eagle.formats.checkpoint import load_head, save_head
+from eagle.formats.checkpoint import load_head, save_head, write_budget
 from eagle.formats.export import EXPORTERS, export
 from eagle.formats.reading.foreign import import_head
 from eagle.target.target import Target
@@ -215,6 +216,21 @@ def test_the_draft_length_is_that_of_the_head(
 
     record = json.loads((tmp_path / "out/provenance.json").read_text())
     assert len(record["acceptance"]["per_position"]) == levels
+
+
+def test_a_head_tuned_to_no_draft_gets_a_length_all_the_same(
+    work: Path, target: Target, tmp_path: Path
+) -> None:
+    """What pays on one machine is no length for an engine, which takes 1 or more."""
+    head = tmp_path / "head"
+    shutil.copytree(work / "eagle3", head)
+    write_budget(head, Budget(0, 0, 0))
+    assert load_head(head).budget == Budget(0, 0, 0)
+    readme = export_head(head, "vllm", target, tmp_path / "out")
+    untuned = export_head(work / "eagle3", "vllm", target, tmp_path / "untuned")
+    lengths = re.findall(r'"num_speculative_tokens": (\d+)', readme)
+    assert lengths == re.findall(r'"num_speculative_tokens": (\d+)', untuned)
+    assert lengths and "0" not in lengths
 
 
 def test_a_version_that_drops_a_method_is_named(
