@@ -21,7 +21,9 @@ from tests.outside_methods import METHOD
 GROWN = """return grow(
             update.root, target_head.logits(states)[0], level, budget, self.noise, self.length + 1
         )"""
-VALIDATED = "return validate_batch(batch, states, ([target_head.logits] * deepest, target_head.logits), trees)"
+VALIDATED = """return validate_batch(
+            batch, states, ([target_head.logits] * deepest, target_head.logits), trees
+        )"""
 STATES = "batch.select_taps(self.taps)[slots, 0]"
 MIXED = '''
 from eagle.core.drafter import PerSequenceState

@@ -92,8 +92,8 @@ def test_a_planted_fault_is_seen_in_every_precision(
     masks = type(target.masks)
     make_mask = masks._additive
 
-    def show_siblings(self: Any, starts: list[int], *rest: Any) -> Any:
-        mask = make_mask(self, starts, *rest)
+    def show_siblings(self: Any, starts: list[int], *rest: Any, **named: Any) -> Any:
+        mask = make_mask(self, starts, *rest, **named)
         # a group's heads have their rows one after the other
         rows = mask.unflatten(-2, (-1, rest[1].shape[1]))
         # only columns of the tree itself change: each node sees all before it

@@ -251,7 +251,7 @@ def start_at_first_text(*args: Any, **window: Any) -> spans.Spans:
     [
         (spans, "_future", show_future),
         (spans.Spans, "of", start_at_first_text),
-        (Falcon, "read_blocks", lambda *args: read_blocks(*args).roll(1, 0)),
+        (Falcon, "read_blocks", lambda *args, **named: read_blocks(*args, **named).roll(1, 0)),
     ],
     ids=["future", "other text", "levels"],
 )

@@ -225,8 +225,8 @@ def test_a_siblings_cache_is_seen(local: Any, monkeypatch: pytest.MonkeyPatch) -
     reader.check(rows=2)
     run = AttentionRows.run
 
-    def run_rolled(self: AttentionRows, *args: Any) -> Any:
-        output, state = run(self, *args)
+    def run_rolled(self: AttentionRows, *args: Any, **named: Any) -> Any:
+        output, state = run(self, *args, **named)
         if ("layer", 0) in state:
             state["layer", 0].keys = state["layer", 0].keys.roll(1, dims=2)
         return output, state
