@@ -51,7 +51,7 @@ class FirstOf(Drafter):
 
     def open(self) -> SeveralState:
         """Return a state with one state of each drafter, if none of them drafts on the target's own cache rows."""
-        return self.open_with(texts=None)
+        return self.open_with(None)
 
     def open_with(self, texts: Any) -> SeveralState:
         """Return a state with one state of each drafter; those that draft on the target's own cache rows get `texts`.
