@@ -6,16 +6,36 @@ import argparse
 import difflib
 import os
 import re
+import signal
 import sys
 from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from eagle import __version__
-from eagle.log import QUIET, interrupted_by_user, script
-from eagle.shipped import HELP_PAGE, reach_stages
+
+
+def _stop_early(*_: Any) -> None:
+    """End the program at a Ctrl-C during the imports below, before `interrupted_by_user` is there to do it."""
+    # of several processes the launcher prints it
+    if "RANK" not in os.environ:
+        print("\nstopped; give the same command again", file=sys.stderr, flush=True)
+    os._exit(130)
+
+
+# a job in the background may ignore Ctrl-C, which is left so
+HANDLES_EARLY = (
+    __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+)
+if HANDLES_EARLY:
+    signal.signal(signal.SIGINT, _stop_early)
+from eagle.log import QUIET, interrupted_by_user, script  # noqa: E402
+from eagle.shipped import HELP_PAGE, reach_stages  # noqa: E402
+
+if HANDLES_EARLY:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class Verb(NamedTuple):

@@ -221,7 +221,7 @@ def test_opening_a_store_takes_a_few_bytes_an_example(tmp_path: Path) -> None:
     before = measure_memory()
     store = FeatureStore(tmp_path, partial=True)
     assert len(store.plan) == num_shards
-    assert torch.equal(store.tokens_and_mask(count - 1)[0], example.tokens)
+    assert torch.equal(store.stored_tokens(count - 1)[0], example.tokens)
     # a list of numbers takes 36 bytes an entry, a tensor 8
     assert measure_memory() - before < 40 * count + 2e6
 
