@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 import struct
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -299,7 +300,13 @@ def test_what_is_measured_joins_the_run(command: list[str], tmp_path: Path) -> N
 
     assert len({started.run_id for started in read_wandb(out, "run")}) == 1
 
-    page, results = read_wandb(out, "artifact")
+    # wandb's own process may write a little after the run was finished here
+    for _ in range(100):
+        artifacts = read_wandb(out, "artifact")
+        if len(artifacts) == 2:
+            break
+        time.sleep(0.1)
+    page, results = artifacts
 
     assert page.name.endswith("-report")
     assert results.name.endswith("-results")
