@@ -183,8 +183,9 @@ def _generate(args: argparse.Namespace) -> None:
     print()
     legend = f" ({GREEN}green{PLAIN}: drafted)" if is_coloured else ""
     _print_note(f"{args.drafter}: {drafted}{legend}")
-    if drafter.budget is not None and not drafter.budget.nodes:
-        _print_note("nothing was drafted: `eagle measure --tune` found no draft that pays here")
+    # a policy chooses for itself, whatever the head was tuned to
+    if policy is None and drafter.budget is not None and not drafter.budget.nodes:
+        _print_note("nothing was drafted: `eagle measure --tune` found no draft that pays")
     # the usual way to read a tree, by an attention mask, is not worth a line
     if target.describe() != "mask":
         _print_note(f"trees are read by {target.describe()}")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from eagle import Sampling, Target, Trace, generate, load_drafter
+from eagle import Budget, Sampling, Target, Trace, generate, load_drafter
 from eagle.__main__ import main
 from eagle.command.answering import (
     GREEN,
@@ -22,6 +22,7 @@ from eagle.command.answering import (
     writer_to,
 )
 from eagle.core.noise import Noise
+from eagle.drafters.lookup.ngram import NgramDrafter
 from tests.families import PlantedTrees, own_answer
 
 QUESTION = "What does copy do?"
@@ -123,6 +124,15 @@ def test_an_answer_under_a_policy_is_the_same(mixing_target: Target, ask: Ask) -
     assert out == f"{trace.text}\n"
     assert "and the output is the same" in err
     assert re.search(r"(?m)^policy: \d+\.\d levels a cycle, of 0 to 8$", err)
+
+
+def test_a_drafter_tuned_to_no_draft_says_so(monkeypatch: pytest.MonkeyPatch, ask: Ask) -> None:
+    """Or a speedup beside it would be taken for that of its drafts; a policy may draft all the same."""
+    sentence = "nothing was drafted: "
+    assert sentence not in ask(max_new_tokens=8)[1]
+    monkeypatch.setattr(NgramDrafter, "budget", Budget(0, 0, 0))
+    assert sentence in ask(max_new_tokens=8)[1]
+    assert sentence not in ask("--policy", max_new_tokens=8)[1]
 
 
 def test_options_of_a_method_are_read(ask: Ask) -> None:

@@ -106,6 +106,8 @@ def test_logits_are_those_of_the_whole_head(
     torch.testing.assert_close(narrow.target_head.logits(state), expected)
     # the embedding still takes every token, as committed tokens may be any
     assert narrow.target_head.embedding is whole.target_head.embedding
+    # the older name, by which methods of one's own ask for it
+    assert narrow.frozen == (narrow.target_head,)
 
 
 def test_a_head_without_the_mapping_is_seen(
