@@ -20,7 +20,8 @@ from eagle.data.stored_rows import SequenceSizes, TapRoles, parts_of
 from eagle.device import best_device, fastest_dtype
 from eagle.disk import lock_folder
 from eagle.drafters import settings_of
-from eagle.log import interrupted_by_user, progress, script
+from eagle.interrupts import interrupted_by_user
+from eagle.log import progress, script
 from eagle.recipe import Recipe
 from eagle.recipe.command_lines import command_line
 from eagle.target.borrowed import save_borrowed, target_config

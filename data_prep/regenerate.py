@@ -27,7 +27,8 @@ from eagle.data.features import world
 from eagle.data.identity import data_identity
 from eagle.disk import lock_path
 from eagle.drafters import DRAFTERS
-from eagle.log import interrupted_by_user, progress, script
+from eagle.interrupts import interrupted_by_user
+from eagle.log import progress, script
 from eagle.recipe import Recipe, RegenerateSection
 from eagle.recipe.command_lines import command_line
 from eagle.target.target import Target

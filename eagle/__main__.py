@@ -6,36 +6,16 @@ import argparse
 import difflib
 import os
 import re
-import signal
 import sys
 from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 from eagle import __version__
-
-
-def _stop_early(*_: Any) -> None:
-    """End the program at a Ctrl-C during the imports below, before `interrupted_by_user` is there to do it."""
-    # of several processes the launcher prints it
-    if "RANK" not in os.environ:
-        print("\nstopped; give the same command again", file=sys.stderr, flush=True)
-    os._exit(130)
-
-
-# a job in the background may ignore Ctrl-C, which is left so
-HANDLES_EARLY = (
-    __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-)
-if HANDLES_EARLY:
-    signal.signal(signal.SIGINT, _stop_early)
-from eagle.log import QUIET, interrupted_by_user, script  # noqa: E402
-from eagle.shipped import HELP_PAGE, reach_stages  # noqa: E402
-
-if HANDLES_EARLY:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+from eagle.interrupts import QUIET, interrupted_by_user
+from eagle.shipped import HELP_PAGE, reach_stages
 
 
 class Verb(NamedTuple):
@@ -165,10 +145,10 @@ progress), --plugin PATH.py (methods of your own, by their names there) and
 
 def main(argv: list[str] | None = None) -> None:
     """Run the verb with the arguments that follow it."""
-    # the imports that reading the arguments needs take long enough for a user to press Ctrl-C
+    # imports take long enough for a user to press Ctrl-C, so `script` is imported here
     with interrupted_by_user(lambda: "give the same command again"):
         verb, rest, status = find_verb(argv)
-    script(verb, rest, status=status)
+        import_module("eagle.log").script(verb, rest, status=status)
 
 
 def find_verb(argv: list[str] | None) -> tuple[partial[None], list[str], int]:
@@ -237,7 +217,7 @@ def find_program(words: Sequence[str]) -> tuple[str, list[str]]:
 
 def show(text: str) -> NoReturn:
     """Print a text and exit; `script` ends it quietly where a reader such as `head` closes the pipe early."""
-    script(lambda _: print(text), [])
+    import_module("eagle.log").script(lambda _: print(text), [])
     sys.exit()
 
 

@@ -23,7 +23,8 @@ import torch
 from eagle.data.identity import differences, target_identity
 from eagle.device import best_device
 from eagle.disk import lock_folder, write_text
-from eagle.log import JSON_HELP, interrupted_by_user, json_alone, progress, script
+from eagle.interrupts import interrupted_by_user
+from eagle.log import JSON_HELP, json_alone, progress, script
 from eagle.shipped import commit
 from eagle.training.trackers import Trackers, check_trackers
 from eval.comparison.compare_decode import Decoder

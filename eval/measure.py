@@ -19,7 +19,8 @@ from eagle.decoding.decode import generate
 from eagle.decoding.forward_costs import Costs
 from eagle.device import ThreadsOfLongWork
 from eagle.disk import lock_path, write_text
-from eagle.log import JSON_HELP, interrupted_by_user, json_alone, progress, script
+from eagle.interrupts import interrupted_by_user
+from eagle.log import JSON_HELP, json_alone, progress, script
 from eagle.recipe import Recipe
 from eagle.recipe.command_lines import ProgramOption, command_line
 from eagle.target.target import Target

@@ -25,7 +25,8 @@ from eagle.decoding.cycle_times import measure_costs
 from eagle.decoding.forward_costs import PENDING, Costs
 from eagle.device import ThreadsOfLongWork
 from eagle.formats.checkpoint import load_drafter, write_budget
-from eagle.log import JSON_HELP, describe_seconds, interrupted_by_user, json_alone, progress, script
+from eagle.interrupts import interrupted_by_user
+from eagle.log import JSON_HELP, describe_seconds, json_alone, progress, script
 from eagle.recipe import Recipe
 from eagle.recipe.command_lines import command_line
 from eagle.target.target import Target

@@ -36,7 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
 from eagle.device import best_device, fastest_dtype
-from eagle.log import MESSAGES, STOPPED_BY_SIGINT
+from eagle.interrupts import MESSAGES, STOPPED_BY_SIGINT
 from eagle.recipe import Recipe, TrainSection
 from eagle.training.trackers import check_trackers
 

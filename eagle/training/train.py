@@ -27,7 +27,8 @@ from eagle.device import PINNED
 from eagle.disk import lock_folder
 from eagle.drafters.parts.validation import add_sums, figures
 from eagle.formats.checkpoint import save_head
-from eagle.log import interrupted_by_user, memory_gb, progress
+from eagle.interrupts import interrupted_by_user
+from eagle.log import memory_gb, progress
 from eagle.recipe import Recipe, TrainSection
 from eagle.training.choice import (
     Choice,

@@ -23,7 +23,8 @@ from eagle.data.features import LiveFeatures
 from eagle.disk import lock_folder
 from eagle.drafters.parts.validation import add_sums, figures
 from eagle.formats.checkpoint import save_head
-from eagle.log import interrupted_by_user, memory_gb, progress
+from eagle.interrupts import interrupted_by_user
+from eagle.log import memory_gb, progress
 from eagle.recipe import JointSection, Recipe
 from eagle.training.joint import Joint, StepPart, heads_weight
 from eagle.training.plan import Dealer, Plan

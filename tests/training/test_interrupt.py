@@ -23,7 +23,8 @@ script(main)
 """
 HINTED = """
 import os, signal
-from eagle.log import interrupted_by_user, script
+from eagle.interrupts import interrupted_by_user
+from eagle.log import script
 
 def hint():
     os.kill(os.getpid(), signal.SIGINT)  # as a launcher does, while the first one is handled
@@ -54,9 +55,10 @@ script(main)
 # as code that runs within an import of an extension module
 SWALLOWED = """
 import os, signal, time
-from eagle import log
+from eagle import interrupts
+from eagle.log import script
 
-log.LOST_AFTER = 0.2
+interrupts.LOST_AFTER = 0.2
 
 def main(argv):
     try:
@@ -66,7 +68,7 @@ def main(argv):
         pass
     time.sleep(50)
 
-log.script(main)
+script(main)
 """
 AGAIN = "give the same command again"
 
