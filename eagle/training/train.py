@@ -455,7 +455,10 @@ class _Run:
         size = ceil(self.settings.batch_size / self.dealer.part_count)
         groups = [held_out[start : start + size] for start in range(0, len(held_out), size)]
         sums: dict[str, Tensor] = {}
+        logged = self.note
         for first in range(0, len(groups), accelerator.num_processes):
+            # the line of progress says what goes on while no step is done
+            self.note = f"{logged}, validating: {first} of {len(groups)} batches".removeprefix(", ")
             # All processes must read equally often, or a sharded target would wait for ever. A process without a group
             # reads the last one, and does not use it.
             group_index = first + accelerator.process_index
@@ -464,8 +467,9 @@ class _Run:
                 batch = batch.to(accelerator.device)
                 with self._autocast():
                     batch_sums = head.validate(batch, self.target_head, TREES)
-                on_host = {name: value.double().cpu() for name, value in batch_sums.items()}
+                on_host = {name: value.cpu().double() for name, value in batch_sums.items()}
                 sums = add_sums(sums, on_host)
+        self.note = logged
         return sums
 
     def _autocast(self) -> torch.autocast:

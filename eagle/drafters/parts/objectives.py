@@ -22,6 +22,7 @@ from eagle.drafters.parts.divergences import compare_with
 # LM head is trained it has LEARNED times as many, because every chunk adds to the gradient of the whole matrix.
 ROWS = 96
 LEARNED = 4
+ADDED = 512  # rows of a gradient that are added to the sum at a time
 EVEN = 16  # the number of a chunk's rows is a multiple of this
 
 # The most bytes of a chunk's logits, by device type: on a CPU they should stay in its cache.
@@ -534,8 +535,11 @@ def _add_product_(total: Tensor, left: Tensor, right: Tensor, buffer: Tensor | N
     """
     if buffer is None:
         total.addmm_(left, right)
-    else:
-        total += torch.mm(left, right, out=buffer)
+        return
+    torch.mm(left, right, out=buffer)
+    # torch converts the whole buffer into a fresh tensor before it adds; a few rows at a time stay in the cache
+    for total_rows, product_rows in zip(total.split(ADDED), buffer.split(ADDED), strict=True):
+        total_rows += product_rows
 
 
 def _loss_and_grad_(

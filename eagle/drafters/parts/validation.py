@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import accumulate
 from operator import mul
 
@@ -19,6 +18,7 @@ from eagle.core.tree import Paths
 Logits = Callable[[Tensor], Tensor]
 """Returns logits [.., V] of the inputs [.., D] of an LM head."""
 ROWS = 128  # rows of logits that are in memory at a time
+NO_RANK = torch.iinfo(torch.long).max  # a rank that no node of a tree has
 
 
 def add_sums(sums: dict[str, Tensor], more: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -55,23 +55,22 @@ def validate_sequence(
 
     Returns:
         "slots", their number; "cross_entropy", "agreement" of the likeliest tokens and "overlap" sum min(p, q) of the
-        first step; and for each tree, by level [levels], "NAME/reached" and "NAME/accepted", see `_descend`.
+        first step; and for each tree, by level [levels], "NAME/reached" and "NAME/accepted", see `_Descent`.
     """
     students, teacher = logits
-    # [T], the target's likeliest token after each token
-    choices = _in_chunks(lambda rows: teacher(rows).max(-1).indices, target_hidden)
     # slot i predicts token i + 2
     slots = supervised[2:].nonzero()[:, 0].to(tokens.device)
-    sums = {"slots": torch.tensor(float(len(slots)), dtype=torch.float64)}
-    sums |= _compare(states[0], target_hidden[slots + 1], students[0], teacher)
-    tree_depths = [max(map(len, paths)) for paths in trees.values()]
-    max_depth = max([len(states), *tree_depths])
+    # [S], the token that the target would choose after token i + 1, and the rank that the head gives it
+    chosen, ranks, sums = _compare(states[0], target_hidden[slots + 1], students[0], teacher)
+    # [T], the target's likeliest token after each token; only those after slots are read
+    choices = torch.zeros_like(tokens)
+    choices[slots + 1] = chosen
+    descents = {name: _Descent(paths, len(slots), tokens.device) for name, paths in trees.items()}
+    max_depth = max(descent.depth for descent in descents.values())
     # A step is judged only while its token is in the answer and the sequence's tokens so far are the target's choices:
     # after any other token the sequence does not tell what the target would choose.
     is_inside = F.pad(supervised, (0, max_depth)).to(tokens.device)
     is_known = torch.ones_like(slots, dtype=torch.bool)
-    ranks = []  # for each level [S], the rank that the head gives the target's token
-    known = []  # for each level [S], whether the level is judged
     for step in range(1, max_depth + 1):
         # [S], the index of the token that a draft reads last in this step; it predicts the target's choice after that;
         # beyond the end, where nothing is known, any index serves
@@ -79,16 +78,18 @@ def validate_sequence(
         is_known = is_known & is_inside[slots + step + 1]
         if step > 1:
             is_known = is_known & (tokens[read] == choices[read - 1])
-        known.append(is_known)
-        if step <= len(states):
-            ranks.append(
-                _in_chunks(partial(_rank, students[step - 1]), states[step - 1], choices[read])
+            # a tree deeper than the head drafts gets ranks that no node has, which are never accepted
+            ranks = torch.full_like(slots, NO_RANK)
+        if 1 < step <= len(states):
+            # logits cost most: they are made for the drafts that are still in a tree alone
+            is_read = is_known & torch.stack([tree.goes_on for tree in descents.values()]).any(0)
+            ranks[is_read] = _ranks(
+                students[step - 1], states[step - 1][is_read], choices[read[is_read]]
             )
-        else:
-            # the tree is deeper than the head drafts: a rank that no node has is never accepted
-            ranks.append(torch.full_like(slots, torch.iinfo(slots.dtype).max))
-    for name, paths in trees.items():
-        sums[f"{name}/reached"], sums[f"{name}/accepted"] = _descend(ranks, known, paths)
+        for descent in descents.values():
+            descent.advance(ranks, is_known)
+    for name, descent in descents.items():
+        sums[f"{name}/reached"], sums[f"{name}/accepted"] = descent.counts()
     return sums
 
 
@@ -167,42 +168,44 @@ def chain_rates(means: dict[str, float]) -> list[float]:
     return list(accumulate((means[name] for name in names if name in means), mul))
 
 
-def _in_chunks(function: Callable[..., Tensor], *rows: Tensor) -> Tensor:
-    """Return the function's results for all rows [N, ..], computed for ROWS rows at a time.
-
-    The function makes logits, and those of all rows may not fit in memory. `rows` are its arguments, each with N rows.
-    """
-    chunks = zip(*(tensor.split(ROWS) for tensor in rows), strict=True)
-    return torch.cat([function(*chunk) for chunk in chunks])
-
-
-def _rank(student: Logits, states: Tensor, wanted: Tensor) -> Tensor:
+def _ranks(student: Logits, states: Tensor, wanted: Tensor) -> Tensor:
     """Return the rank [N] of the wanted token [N] among the student's logits at each of N states [N, width].
 
-    The rank is the number of tokens that are likelier.
+    Logits are made for ROWS states at a time, because those of all may not fit in memory.
     """
-    logits = student(states)
+    chunks = zip(states.split(ROWS), wanted.split(ROWS), strict=True)
+    return torch.cat([_rank_in(student(rows), tokens) for rows, tokens in chunks])
+
+
+def _rank_in(logits: Tensor, wanted: Tensor) -> Tensor:
+    """Return how many tokens have a higher logit [N, V] than the wanted token [N], in each row."""
     return (logits > logits.gather(1, wanted[:, None])).sum(-1)
 
 
 def _compare(
     states: Tensor, target_hidden: Tensor, student: Logits, teacher: Logits
-) -> dict[str, Tensor]:
-    """Return sums over N slots that compare the student's probs q with the teacher's p.
-
-    They are the cross-entropy, the top-1 agreement and the overlap sum min(p, q), which is the chance of acceptance.
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Compare the student's probs q with the teacher's p at N slots.
 
     Args:
         states: The inputs of the student's LM head [N, width].
         target_hidden: The inputs of the teacher's LM head [N, width], which predict the same tokens.
         student: Makes the student's logits, minus infinity at tokens outside of its draft vocabulary.
         teacher: Makes the teacher's logits.
+
+    Returns:
+        The teacher's likeliest token at each slot [N], its rank among the student's [N], and sums over the slots: their
+        number, the cross-entropy, the top-1 agreement and the overlap sum min(p, q), which is the chance of acceptance.
     """
 
-    def compare(states: Tensor, target_hidden: Tensor) -> Tensor:
-        """Return cross-entropy, agreement and overlap [n, 3] at each of n slots."""
-        log_probs = student(states).float().log_softmax(-1)
-        target_probs = teacher(target_hidden).float().softmax(-1)
+    def compare(states: Tensor, target_hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the likeliest tokens and their ranks [2, n], and the three terms [3, n], at n slots."""
+        logits = student(states)
+        target_logits = teacher(target_hidden)
+        chosen = target_logits.max(-1).indices
+        ranks = _rank_in(logits, chosen)
+        log_probs = logits.float().log_softmax(-1)
+        target_probs = target_logits.float().softmax(-1)
         agreement = log_probs.argmax(-1) == target_probs.argmax(-1)
         overlap = torch.minimum(log_probs.exp(), target_probs).sum(-1)
         # The cross-entropy leaves out tokens outside of the draft vocabulary, whose log-probs are minus infinity, and
@@ -210,46 +213,72 @@ def _compare(
         target_probs = target_probs.masked_fill(log_probs.isneginf(), 0)
         finite = log_probs.clamp(min=torch.finfo(log_probs.dtype).min)
         cross_entropy = -(target_probs * finite).sum(-1) / target_probs.sum(-1)
-        return torch.stack([cross_entropy, agreement.float(), overlap], dim=1)
+        terms = torch.stack([cross_entropy, agreement.float(), overlap])
+        return torch.stack([chosen, ranks]), terms
 
-    sums = _in_chunks(compare, states, target_hidden).double().sum(0).cpu()
-    cross_entropy, agreement, overlap = sums
-    return {"cross_entropy": cross_entropy, "agreement": agreement, "overlap": overlap}
+    chunks = [
+        compare(*rows) for rows in zip(states.split(ROWS), target_hidden.split(ROWS), strict=True)
+    ]
+    chosen, ranks = torch.cat([tokens for tokens, _ in chunks], dim=1)
+    # float64 on the host, as not every device has it
+    terms = torch.cat([terms for _, terms in chunks], dim=1).cpu().double().sum(1)
+    sums = dict(zip(("cross_entropy", "agreement", "overlap"), terms, strict=True))
+    # in the dtype of the other sums
+    return chosen, ranks, {"slots": terms.new_tensor(len(states)), **sums}
 
 
-def _descend(ranks: list[Tensor], known: list[Tensor], paths: Paths) -> tuple[Tensor, Tensor]:
-    """Return how many drafts reach each level of a fixed tree, and how many of them are accepted there.
+class _Descent:
+    """How far drafts get in a fixed tree, along the target's tokens.
 
-    A draft begins at every slot and descends the tree along the target's tokens: it takes the child whose rank is that
-    of the target's token, and ends where the tree has no such child or the token is not known.
+    A draft begins at every slot. It takes the child whose rank is that of the target's token, and ends where the tree
+    has no such child or the token is not known.
 
     Args:
-        ranks: For each level [S], the rank that the head gives the target's token, at each of S slots.
-        known: For each level [S], whether the target's token is known.
         paths: The tree: for each node the ranks of the children to take from the root.
-
-    Returns:
-        The two counts as float64 tensors [levels], on the host. A level counts as reached if the level above was
-        accepted and its token is known.
+        slots: S, the number of drafts.
+        device: That of the ranks.
     """
-    # the number of each node, by its path; the root is 0
-    nodes: dict[tuple[int, ...], int] = {(): 0}
-    for path in sorted(set(paths), key=len):
-        nodes[path] = len(nodes)
-    # [nodes, ranks + 1]: the child of each rank of each node, or -1 if the tree has none; the last column is for all
-    # ranks that no node has
-    max_rank = 1 + max(path[-1] for path in paths)
-    child_of = torch.full((len(nodes), max_rank + 1), -1)
-    for path in paths:
-        child_of[nodes[path[:-1]], path[-1]] = nodes[path]
-    child_of = child_of.to(ranks[0].device)
-    # [S], the node that each draft has reached, at first the root; -1 once it has left the tree
-    node = torch.zeros_like(ranks[0])
-    counts = []
-    depth = max(len(path) for path in paths)
-    for rank, is_known in zip(ranks[:depth], known[:depth], strict=True):
-        is_reached = (node >= 0) & is_known
-        node = torch.where(is_reached, child_of[node, rank.clamp(max=max_rank)], -1)
-        counts.append(torch.stack([is_reached.sum(), (node >= 0).sum()]))
-    reached, accepted = torch.stack(counts).double().cpu().unbind(1)
-    return reached, accepted
+
+    def __init__(self, paths: Paths, slots: int, device: torch.device) -> None:
+        self.depth = max(len(path) for path in paths)
+        # the number of each node, by its path; the root is 0
+        nodes: dict[tuple[int, ...], int] = {(): 0}
+        for path in sorted(set(paths), key=len):
+            nodes[path] = len(nodes)
+        # [nodes, ranks + 1]: the child of each rank of each node, or -1 if the tree has none; the last column is for
+        # all ranks that no node has
+        self.max_rank = 1 + max(path[-1] for path in paths)
+        child_of = torch.full((len(nodes), self.max_rank + 1), -1)
+        for path in paths:
+            child_of[nodes[path[:-1]], path[-1]] = nodes[path]
+        self.child_of = child_of.to(device)
+        # [S], the node that each draft has reached, at first the root; -1 once it has left the tree
+        self.node = torch.zeros(slots, dtype=torch.long, device=device)
+        self.level_counts: list[Tensor] = []
+
+    @property
+    def goes_on(self) -> Tensor:
+        """[S] bool, whether each draft is still in the tree."""
+        return self.node >= 0
+
+    def advance(self, ranks: Tensor, is_known: Tensor) -> None:
+        """Descend one level; below the tree's last one nothing is counted.
+
+        Args:
+            ranks: [S], the rank that the head gives the target's token; any number where the draft has ended.
+            is_known: [S] bool, whether the target's token is known.
+        """
+        if len(self.level_counts) == self.depth:
+            return
+        is_reached = self.goes_on & is_known
+        child = self.child_of[self.node, ranks.clamp(max=self.max_rank)]
+        self.node = torch.where(is_reached, child, -1)
+        self.level_counts.append(torch.stack([is_reached.sum(), self.goes_on.sum()]))
+
+    def counts(self) -> tuple[Tensor, Tensor]:
+        """Return how many drafts reached each level, and how many were accepted there, float64 [levels] on the host.
+
+        A level counts as reached if the level above was accepted and its token is known.
+        """
+        reached, accepted = torch.stack(self.level_counts).cpu().double().unbind(1)
+        return reached, accepted
