@@ -158,11 +158,11 @@ def show_interval(value: Sequence[float | None] | None) -> str:
 
 def name_setting(setting: Setting) -> str:
     """Return a setting in words."""
-    texts = "one text" if setting.batch == 1 else f"{setting.batch} texts"
+    batch = f"batch size {setting.batch}"
     context = f", prompts of {setting.context} tokens" if setting.context else ""
     sizes = {OWN: "the target as it is"}
     size = sizes.get(setting.size, setting.size)
-    return f"{size}, {setting.dtype}, one thread, {texts}, T = {setting.temperature:g}{context}"
+    return f"{size}, {setting.dtype}, one thread, {batch}, T = {setting.temperature:g}{context}"
 
 
 def headline(results: dict[str, Any]) -> str:

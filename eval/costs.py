@@ -15,8 +15,8 @@ from eagle.drafters.parts.growth import level_rows
 Answer = dict[str, Any]
 Cycle = dict[str, Any]
 Rows = tuple[int, ...] | None  # of a draft's forwards; None where they have no costs
-Shape = tuple[int, int, int]  # of a cycle: texts, nodes and levels of the largest tree
-Place = tuple[Any, int]  # session and number of a cycle, which texts may share
+Shape = tuple[int, int, int]  # of a cycle: requests, nodes and levels of the largest tree
+Place = tuple[Any, int]  # session and number of a cycle, which requests may share
 NOT_DRAFTING = Budget(0, 0, 0)
 
 
@@ -39,9 +39,9 @@ def model_seconds(
 ) -> list[float]:
     """Return the modelled seconds of each answer without prefill, by the budgets of its cycles.
 
-    A cycle that texts share is split evenly among them. Its forwards read all texts' rows padded to the most, after
-    contexts padded to the longest. Drafts whose forwards have no costs take the mean seconds of those recorded with as
-    many texts, nodes and levels.
+    A cycle that requests share is split evenly among them. Its forwards read all requests' rows padded to the most,
+    after contexts padded to the longest. Drafts whose forwards have no costs take the mean seconds of those recorded
+    with as many requests, nodes and levels.
 
     Args:
         costs: Seconds of bare forwards on the machine that is modelled.
@@ -64,10 +64,10 @@ def model_seconds(
         places.append(of_answer)
 
     recorded = []
-    for texts in shared.values():
-        recorded.append([cycle for cycle, _ in texts])
+    for requests in shared.values():
+        recorded.append([cycle for cycle, _ in requests])
     drafts = draft_seconds(recorded)
-    seconds = {place: _share_cycle(costs, texts, drafts) for place, texts in shared.items()}
+    seconds = {place: _share_cycle(costs, requests, drafts) for place, requests in shared.items()}
 
     totals = []
     for of_answer in places:
@@ -100,10 +100,10 @@ def asked_budgets(
 
 
 def draft_seconds(shared: Iterable[Sequence[Cycle]]) -> dict[Shape, float]:
-    """Return the mean seconds of recorded drafts by their shape, from the records of each cycle's texts."""
+    """Return the mean seconds of recorded drafts by their shape, from the records of each cycle's requests."""
     seconds_by_shape: dict[Shape, list[float]] = defaultdict(list)
     for cycles in shared:
-        # each text's record holds the whole cycle's seconds
+        # each request's record holds the whole cycle's seconds
         seconds = cycles[0].get("seconds") or {}
         if "draft" in seconds:
             seconds_by_shape[shape_of(cycles)].append(seconds["draft"])
@@ -111,31 +111,31 @@ def draft_seconds(shared: Iterable[Sequence[Cycle]]) -> dict[Shape, float]:
 
 
 def shape_of(cycles: Sequence[Cycle]) -> Shape:
-    """Return the shape of a cycle by the records of its texts."""
+    """Return the shape of a cycle by the records of its requests."""
     nodes = max(cycle["nodes"] for cycle in cycles)
     depth = max(cycle["depth"] for cycle in cycles)
     return cycles[0].get("rows", 1), nodes, depth
 
 
 def _share_cycle(
-    costs: Costs, texts: Sequence[tuple[Cycle, Rows]], drafts: Mapping[Shape, float]
+    costs: Costs, requests: Sequence[tuple[Cycle, Rows]], drafts: Mapping[Shape, float]
 ) -> float:
-    """Return the seconds that a cycle takes of each of its texts."""
-    cycles = [cycle for cycle, _ in texts]
+    """Return the seconds that a cycle takes of each of its requests."""
+    cycles = [cycle for cycle, _ in requests]
     shape = shape_of(cycles)
-    num_texts, nodes, _ = shape
+    num_requests, nodes, _ = shape
     context = max(cycle["context"] for cycle in cycles)
 
     drafting = 0.0
-    asked = [rows for _, rows in texts if rows]
+    asked = [rows for _, rows in requests if rows]
     if asked:
-        # a forward is as wide as its widest text, and there are as many as the deepest draft needs
+        # a forward is as wide as its widest request, and there are as many as the deepest draft needs
         pending = max(rows[0] for rows in asked)
         levels = max(asked, key=len)[1:]
         drafting = costs.draft((pending, *levels), context, len(asked))
-    elif any(rows is None for _, rows in texts):
+    elif any(rows is None for _, rows in requests):
         drafting = drafts.get(shape, 0.0)
 
     # the target reads the root too
-    verification = costs.read(nodes + 1, context, num_texts)
-    return (drafting + verification) / num_texts
+    verification = costs.read(nodes + 1, context, num_requests)
+    return (drafting + verification) / num_requests

@@ -45,7 +45,7 @@ Truth = Literal["steps", "whole texts"]
 TEMPERATURES = (0.0, 1.0)
 # steps whose logits show how the model rounds
 REMEMBERED = 32
-# that are answered before they are compared, for each text at a time
+# that are answered before they are compared, for each sequence of a batch
 QUESTIONS_AT_A_TIME = 2
 
 
@@ -241,7 +241,7 @@ def find_divergence(
         key: Names the answer.
         answer: The model's answer.
         drafted: The drafted answer's tokens.
-        steps_differ: Whether the model's steps by one token differ from its forwards over whole texts; if so, it is
+        steps_differ: Whether the model's steps by one token differ from its forwards over whole sequences; if so, it is
             compared with its steps alone.
     """
     if drafted == answer.tokens:

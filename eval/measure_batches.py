@@ -17,18 +17,18 @@ from eval.measurement import Measurement
 from eval.prompts import Case
 from eval.result_files.write_results import Row, batch_row_of
 
-# tokens of each text of a batch that is not counted
+# tokens of each request of a batch that is not counted
 WARM_UP = 4
 
 
 @dataclass
-class Text:
+class Request:
     """An answer that is being written, or waits for its turn."""
 
     case: Case
     turn: int
     trace: Trace = field(default_factory=lambda: Trace([]))
-    share: float = 0.0  # of the steps' seconds, each split evenly over the texts in it
+    share: float = 0.0  # of the steps' seconds, each split evenly over the requests in it
     cpu_share: float = 0.0
     latency: float = 0.0  # seconds of all steps since it was admitted
 
@@ -41,7 +41,7 @@ class Batches:
         # of this decoding: its cycles count from 0
         self.session = secrets.token_hex(4)
         self.decoding = open_decoding(measurement, measurement.drafters[name], batch_size)
-        self.texts: dict[int, Text] = {}
+        self.running: dict[int, Request] = {}
         self.asked = 0
         self.step = 0
         # sums over the steps since lines were written last
@@ -54,12 +54,12 @@ class Batches:
         try:
             while not self.decoding.is_done:
                 ended = self._step()
-                rows = [self._row(text) for text in ended]
+                rows = [self._row(request) for request in ended]
                 if rows:
                     self.measurement.results.add_batch(self._take_steps(ended[0].case), rows)
                 yield from rows
-                for text in ended:
-                    self._add(text.case)
+                for request in ended:
+                    self._add(request.case)
         finally:
             # an interruption leaves no rows in the cache
             self.decoding.close()
@@ -81,18 +81,18 @@ class Batches:
         if prompt is None:
             measurement.missing[case.question.set] += 1
             return
-        text = Text(case, turn)
+        request = Request(case, turn)
         self.decoding.add(
             self.asked,
             prompt,
             case.sampling(turn),
             measurement.recipe.eval.max_new_tokens,
-            trace=text.trace,
+            trace=request.trace,
         )
-        self.texts[self.asked] = text
+        self.running[self.asked] = request
         self.asked += 1
 
-    def _step(self) -> list[Text]:
+    def _step(self) -> list[Request]:
         """Run one step, and return the requests that have ended."""
         wall = perf_counter()
         cpu = process_time()
@@ -101,26 +101,26 @@ class Batches:
         cpu = process_time() - cpu
 
         # a request that ended in this step has left the decoding's rows, but was in it
-        active = {request for request, _ in new} | self.decoding.rows.keys()
-        for request in active:
-            text = self.texts[request]
-            text.share += wall / len(active)
-            text.cpu_share += cpu / len(active)
-            text.latency += wall
+        active = {name for name, _ in new} | self.decoding.rows.keys()
+        for name in active:
+            request = self.running[name]
+            request.share += wall / len(active)
+            request.cpu_share += cpu / len(active)
+            request.latency += wall
 
         self.step += 1
         num_tokens = sum(len(tokens) for _, tokens in new)
         sums = {
             "steps": 1,
-            "texts": len(active),
+            "texts": len(active),  # the requests in the step
             "tokens": num_tokens,
             "seconds": wall,
             "cpu_seconds": cpu,
         }
         self.since = {name: self.since.get(name, 0) + value for name, value in sums.items()}
 
-        ended = [request for request, _ in new if self.texts[request].trace.finish != "running"]
-        return [self.texts.pop(request) for request in ended]
+        ended = [name for name, _ in new if self.running[name].trace.finish != "running"]
+        return [self.running.pop(name) for name in ended]
 
     def _take_steps(self, case: Case) -> dict[str, Any]:
         """Return seconds and tokens of the steps since the last call, unfinished requests included."""
@@ -139,29 +139,33 @@ class Batches:
             **sums,
         }
 
-    def _row(self, text: Text) -> Row:
+    def _row(self, request: Request) -> Row:
         """Return the row of an answer that has ended."""
         measurement = self.measurement
-        case = text.case
-        text.trace.checked()
+        case = request.case
+        request.trace.checked()
         row = {
-            **measurement.describe(self.name, case, text.turn),
+            **measurement.describe(self.name, case, request.turn),
             "batch_size": self.batch_size,
             **batch_row_of(
-                text.trace, text.share, text.cpu_share, text.latency, session=self.session
+                request.trace,
+                request.share,
+                request.cpu_share,
+                request.latency,
+                session=self.session,
             ),
         }
         # the pieces are those of every batch size, so one keeps them
         if self.batch_size == measurement.batch_sizes[0] and measurement.is_in_pieces(case):
-            row["pieces"] = text.trace.pieces()
+            row["pieces"] = request.trace.pieces()
 
         # plain decoding goes first, and its own answer is compared with itself
         if self.name == "none":
             plain = row
-            measurement.plain_tokens[case.key(text.turn), self.batch_size] = text.trace.tokens
+            measurement.plain_tokens[case.key(request.turn), self.batch_size] = request.trace.tokens
         else:
-            plain = measurement.answers(case, text.turn, self.batch_size)["none"]
-        measurement.compare(row, plain, case, text.turn, trace=text.trace)
+            plain = measurement.answers(case, request.turn, self.batch_size)["none"]
+        measurement.compare(row, plain, case, request.turn, trace=request.trace)
         return row
 
 

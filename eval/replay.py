@@ -86,7 +86,7 @@ def replay(
 ) -> list[tuple[DraftTree, list[int]]]:
     """Return the trees that decoding this answer would verify, each with the path that would be accepted.
 
-    A draft depends on the committed text alone, so these are the cycles of decoding.
+    A draft depends on the committed tokens alone, so these are the cycles of decoding.
 
     Args:
         target: The model that has answered.
@@ -98,7 +98,7 @@ def replay(
     Raises:
         ValueError: Drafts are sampled above temperature 0: the target's random numbers decide how much is kept.
     """
-    if drafter.reads.trees or drafter.reads.texts:
+    if drafter.reads.trees or drafter.reads.kv_cache:
         # known from forwards of the target alone
         return _decode(target, drafter, target_answer, budget, seconds=seconds)
     if getattr(budget, "draw", None) == "sampled" and target_answer.sampling.temperature > 0:

@@ -52,7 +52,7 @@ from eval.result_files.results import (
     describe_tree,
     fewest_at_a_time,
     read_results,
-    texts_in_a_step,
+    requests_per_step,
 )
 from eval.result_files.statistics import format_number
 
@@ -406,7 +406,7 @@ def _overall_lines(groups: Sequence[Group]) -> list[str]:
 
 def _batch_lines(groups: Sequence[Group]) -> list[str]:
     """Return a table by temperature and batch size."""
-    columns = ["T", "texts at a time", "drafter", "texts a step", "tokens/s", "speedup"]
+    columns = ["T", "batch size", "drafter", "requests per step", "tokens/s", "speedup"]
     columns += ["in modelled time", "latency", "acceptance length τ", "output"]
     lines = [_row(columns), "|" + "---|" * len(columns)]
     for group in sorted(groups, key=lambda group: (group.temperature, group.batch_size)):
@@ -417,7 +417,7 @@ def _batch_lines(groups: Sequence[Group]) -> list[str]:
             f"{group.temperature:g}",
             str(group.batch_size),
             f"`{group.drafter}`",
-            f"{texts_in_a_step(group):.1f}",
+            f"{requests_per_step(group):.1f}",
             _format(group, TOKENS_PER_SECOND, digits=0),
             _format_gain(group, SPEED_UP),
             modelled,

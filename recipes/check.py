@@ -102,15 +102,15 @@ def check_target(recipe: Recipe, settings: Any, sample: Sample, count: int) -> N
         empty = empty_head(settings, sizes.config)
         memory = card_bytes(recipe, empty, sizes, cards=1, itemsize=target.model.dtype.itemsize)
         say(
-            f"{memory / GB:,.2f} GB of memory while training in one process, where texts are as long as they may be"
+            f"{memory / GB:,.2f} GB of memory while training in one process, where sequences are as long as they may be"
         )
     with stage("features") as timed:
         roles = roles_of(settings, target.config)
         features = LiveFeatures(
             target, sample.examples, identity(recipe, roles), recipe.features.batch_tokens
         )
-        size = texts_at_once(recipe, target.device.type)
-        say(f"of {STEPS} steps of {size} texts, of {recipe.train.batch_size} in a batch")
+        size = sequences_at_once(recipe, target.device.type)
+        say(f"of {STEPS} steps of {size} sequences, of {recipe.train.batch_size} in a batch")
         starts = range(0, STEPS * size, size)
         batches = [
             collate(features.read(range(start, start + size)), features.taps) for start in starts
@@ -165,7 +165,7 @@ def say_conversations(recipe: Recipe) -> int:
     return count
 
 
-def texts_at_once(recipe: Recipe, device: str) -> int:
+def sequences_at_once(recipe: Recipe, device: str) -> int:
     """Return the size of a micro-batch of one process, at most `FEW` on a CPU."""
     processes = recipe.train.processes or 1
     size = math.ceil(recipe.train.batch_size / (processes * recipe.train.accumulation))

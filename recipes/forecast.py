@@ -255,15 +255,15 @@ def target_bytes(sizes: Sizes, split: int = 1, itemsize: int = 2) -> int:
     return itemsize * sizes.frozen + layers // split + gathered
 
 
-def reading_bytes(sizes: Sizes, texts: int, length: int) -> int:
-    """Return the peak activation memory of the target's forward pass over `texts` sequences of this length.
+def reading_bytes(sizes: Sizes, sequences: int, length: int) -> int:
+    """Return the peak activation memory of the target's forward pass over `sequences` sequences of this length.
 
     It is measured on one dense bf16 layer of the target's sizes, as layers run one after another.
     """
     config = sizes.config
     config.num_hidden_layers = 1
     config.vocab_size = 8
-    batch_size = max(min(texts, BATCH_TOKENS // length), 1)
+    batch_size = max(min(sequences, BATCH_TOKENS // length), 1)
     with Footprint() as footprint, torch.no_grad():
         model = AutoModel.from_config(config, dtype=torch.bfloat16).eval()
         weights = footprint.held

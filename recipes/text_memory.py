@@ -69,16 +69,16 @@ def find_tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
         yield from find_tensors(child, seen)
 
 
-def table_of_states(texts: Mapping[str, TextMemory]) -> str:
+def table_of_states(memories: Mapping[str, TextMemory]) -> str:
     """Return the recurrent states of targets as a Markdown table."""
     lines = [
-        "| target | states of a text | keys and values of a token | tokens with as many bytes |",
+        "| target | states of a sequence | keys and values of a token | tokens with as many bytes |",
         "|---|---:|---:|---:|",
     ]
-    for name, text in texts.items():
-        tokens = f"{text.states / text.token:,.0f}" if text.token else "no keys and values"
+    for name, memory in memories.items():
+        tokens = f"{memory.states / memory.token:,.0f}" if memory.token else "no keys and values"
         lines.append(
-            f"| {name} | {text.states / 2**20:.1f} MiB | {text.token / 2**10:.0f} KiB | {tokens} |"
+            f"| {name} | {memory.states / 2**20:.1f} MiB | {memory.token / 2**10:.0f} KiB | {tokens} |"
         )
     return "\n".join(lines)
 

@@ -155,7 +155,7 @@ def test_begin_forgets(name: str, sampling: Sampling, tiny_target: Target) -> No
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_a_text_that_parts_is_drafted_for_as_two(name: str, tiny_target: Target) -> None:
     """After a fork both rows, and the second once the first is gone, draft as texts that were read whole do."""
-    if DRAFTERS[name].reads.texts:
+    if DRAFTERS[name].reads.kv_cache:
         pytest.skip("it drafts after the target's own rows, which no fork copies")
     drafting.check_fork(partial(drafter_of, name, tiny_target), tiny_target, DYNAMIC[0])
 

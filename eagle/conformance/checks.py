@@ -142,8 +142,8 @@ class Trial:
             yield Check(f"begin forgets the sequence before, {how}", check)
             check = partial(drafting.check_side_by_side, make, target, PROMPTS, sampling)
             yield Check(f"sequences side by side are drafted as each alone, {how}", check)
-        # a drafter that reads the target's own KV cache (`reads.texts`) has no state of a sequence to be copied
-        if not self.method.reads.texts:
+        # a drafter that reads the target's own KV cache (`reads.kv_cache`) has no state of a sequence to be copied
+        if not self.method.reads.kv_cache:
             check = partial(drafting.check_fork, make, target, drafting.DYNAMIC[0])
             yield Check("a sequence that is forked is drafted for as two", check)
         if self.is_trained:

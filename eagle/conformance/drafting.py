@@ -358,7 +358,7 @@ def check_noise(make: Make, target: Target) -> None:
         # a row of noise is made when a position is drafted for: drop the earlier ones, to see which are made
         choose.noise.forget(position=99)
         # the target must read the tokens first where a drafter uses the target's own KV cache
-        if drafter.reads.texts and committed is more:
+        if drafter.reads.kv_cache and committed is more:
             sequence.read([7, 8])
         sequence.propose(committed, Budget(nodes=8, depth=3, top_k=2))
         positions = sorted(choose.noise.rows)

@@ -66,7 +66,7 @@ def begin_sequence(
         drafter.bind_target(target.view())
     state = target.open(drafter.taps)
     update = state.begin(prompt, choose)
-    if not drafter.reads.texts:
+    if not drafter.reads.kv_cache:
         return drafter.begin(noise), update
     # a drafter on the target's own KV cache drafts for a batch, here of one row
     drafts = drafter.open_with(state.lend())

@@ -229,7 +229,7 @@ class Reads:
     choices: int = 0
     view: bool = False  # whether it drafts with the target's layers, which `bind_target` receives
     # whether it reads keys and values in the target's cache, which `open_with` receives
-    texts: bool = False
+    kv_cache: bool = False
     weights: bool = False  # whether `for_target` gets the target's tensors by name, as `weights`
     # whether the target's states after each node of the last tree, at the drafter's taps, are in `Committed.states`
     states: bool = False
@@ -382,7 +382,7 @@ class Drafter:
             # a drafter that reads the target's cached sequences gets them from open_with alone
             missing = (
                 " without the target's sequences: call open_with"
-                if self.reads.texts
+                if self.reads.kv_cache
                 else ": write begin or open"
             )
             raise NotImplementedError(f"{type(self).__name__} cannot draft{missing}")
@@ -392,14 +392,14 @@ class Drafter:
         """Return the state for several sequences decoded in a batch; by default one state of `begin` for each."""
         return PerSequenceState(self)
 
-    def open_with(self, texts: Any) -> DraftState:
-        """Return a state for several sequences, for a drafter that reads the target's KV cache (`Reads.texts`).
+    def open_with(self, sequences: Any) -> DraftState:
+        """Return a state for several sequences, for a drafter that reads the target's KV cache (`Reads.kv_cache`).
 
         Args:
-            texts: Access to the sequences in that cache (`eagle.target.view.TargetSequences`).
+            sequences: Access to the sequences in that cache (`eagle.target.view.TargetSequences`).
         """
         raise NotImplementedError(
-            f"{type(self).__name__} reads the target's sequences: write open_with(texts)"
+            f"{type(self).__name__} reads the target's sequences: write open_with(sequences)"
         )
 
     def bind_target(self, view: Any) -> None:

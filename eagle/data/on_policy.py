@@ -362,9 +362,9 @@ class Recorder(Drafter):
         """Return the state for several sequences that are drafted together."""
         return RecorderState(self, self.drafter.open())
 
-    def open_with(self, texts: Any) -> RecorderState:
-        """Return the state for several sequences, with access to `texts`, the rows of the target's KV cache."""
-        return RecorderState(self, self.drafter.open_with(texts))
+    def open_with(self, sequences: Any) -> RecorderState:
+        """Return the state for several sequences, with access to `sequences`, the rows of the target's KV cache."""
+        return RecorderState(self, self.drafter.open_with(sequences))
 
     def bind_target(self, view: Any) -> None:
         """Pass the target's layers on to the wrapped drafter, which drafts with them if it asks for them."""

@@ -134,7 +134,8 @@ def _check_options(drafter: Drafter, early_stopping: Any, budget: Any) -> None:
     """Refuse an `early_stopping`, a budget or a drafter that beam search cannot use.
 
     Args:
-        drafter: One that reads the target's KV cache (`reads.texts`) is refused, as all beams share a sequence there.
+        drafter: One that reads the target's KV cache (`reads.kv_cache`) is refused, as all beams share one
+            sequence there.
         early_stopping: transformers' option.
         budget: A policy, which chooses a budget in each cycle of one sequence, is refused.
     """
@@ -147,7 +148,7 @@ def _check_options(drafter: Drafter, early_stopping: Any, budget: Any) -> None:
         raise ValueError(
             "the budget is a policy, which counts accepted tokens of one sequence: pass a Budget, as Budget(24, 3)"
         )
-    if drafter.reads.texts:
+    if drafter.reads.kv_cache:
         raise ValueError(
             f"{type(drafter).__name__} drafts behind the target's own sequence, which all beams share: pass a drafter "
             "that does without"

@@ -1,6 +1,6 @@
 """Measure the seconds of decoding cycles: of bare forwards, and of short generations for the time outside forwards.
 
-`Costs.texts` is a table's batch size, and `rows` are the tokens that a forward of the drafter reads of one sequence.
+`Costs.batch_size` is that of a table, and `rows` are the tokens that a forward of the drafter reads of one sequence.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ def measure_costs(
     # the costs at each batch size, with the seconds outside of forwards; the first holds those of larger batches
     measured = []
     for batch in costs.by_batch_size:
-        # one prompt for each row of the batch; `texts` is the batch size
-        rows = [prompts[i % len(prompts)] for i in range(batch.texts)]
+        # one prompt for each row of the batch; as many as the batch size
+        rows = [prompts[i % len(prompts)] for i in range(batch.batch_size)]
         timed = time_cycles(
             costs,
             target,
@@ -119,8 +119,8 @@ def measure_costs(
             clock=tables.get("clock"),
             **options,
         )
-        cycles[batch.texts] = timed
-        measured.append(replace(batch, outside=_time_outside(costs, batch.texts, timed)))
+        cycles[batch.batch_size] = timed
+        measured.append(replace(batch, outside=_time_outside(costs, batch.batch_size, timed)))
     return replace(measured[0], batches=tuple(measured[1:])), cycles
 
 
@@ -241,7 +241,7 @@ def bare_costs(
                 batch_size=batch_size,
             )
             table.append(medians[0])
-        batches.append(Costs(ends, tokens, tuple(table), texts=batch_size))
+        batches.append(Costs(ends, tokens, tuple(table), batch_size=batch_size))
     # the tokens of the forward that shows the drafter's seconds for each token of a prompt
     unread = int(min(UNREAD, max_positions - contexts[0]))
     return Costs(
@@ -256,8 +256,8 @@ def bare_costs(
 def _time_token(drafter: Drafter, context: int, tokens: int, rounds: int, clock: Clock) -> float:
     """Return the median seconds per token of a drafter's forward over tokens that it has not read, such as a prompt's.
 
-    0 for a drafter without forwards. 0 also for one that drafts with the target's cache (`Reads.texts`), in which the
-    target has written keys and values of all committed tokens: it has no tokens of its own to read first.
+    0 for a drafter without forwards. 0 also for one that drafts with the target's cache (`Reads.kv_cache`), in which
+    the target has written keys and values of all committed tokens: it has no tokens of its own to read first.
 
     Args:
         drafter: The drafter.
@@ -267,7 +267,7 @@ def _time_token(drafter: Drafter, context: int, tokens: int, rounds: int, clock:
         clock: Tells seconds.
     """
     # the forward before a draft computes logits of its last token alone
-    probe = None if drafter.reads.texts else drafter.probe(context, tokens, 1)
+    probe = None if drafter.reads.kv_cache else drafter.probe(context, tokens, 1)
     if probe is None:
         return 0.0
     # the first run is slower, and is not timed

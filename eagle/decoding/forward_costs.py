@@ -1,6 +1,6 @@
 """The seconds of a decoding cycle: bare forwards by tokens, context and batch size, and the time outside of them.
 
-The policy of draft lengths, the tuner and the report all take their seconds from here. `Costs.texts` is the batch
+The policy of draft lengths, the tuner and the report all take their seconds from here. `Costs.batch_size` is the batch
 size of a table, and `rows` are the tokens that a forward of the drafter reads of one sequence.
 """
 
@@ -43,7 +43,7 @@ class Costs:
     forwards: Rows | None = field(default=None, kw_only=True)
     # unread[levels][accepted]: tokens that the first forward of the next draft reads; None: ask the drafter
     unread: Rows | None = field(default=None, kw_only=True)
-    texts: int = field(default=1, kw_only=True)  # the batch size of the target's forwards
+    batch_size: int = field(default=1, kw_only=True)  # the batch size of the target's forwards
     # the costs of the target's forwards at larger batch sizes, smallest first
     batches: tuple[Costs, ...] = field(default=(), kw_only=True)
     # seconds for each token that the drafter's first forward reads, if it reads many
@@ -55,12 +55,15 @@ class Costs:
     def parse(cls, values: dict[str, Any]) -> Costs:
         """Return costs from the dict that JSON gives back after `dataclasses.asdict`, with lists made tuples again."""
         fields = {key: _tuples(value) for key, value in values.items() if key != "batches"}
+        # its name in results of earlier versions
+        if "texts" in fields:
+            fields["batch_size"] = fields.pop("texts")
         batches = tuple(cls.parse(batch) for batch in values.get("batches", ()))
         return cls(**fields, batches=batches)
 
     @property
     def by_batch_size(self) -> list[Costs]:
-        """The costs by batch size, smallest first: these, and those of `batches`; each one's `texts` is its size."""
+        """The costs by batch size, smallest first: these, and those of `batches`; each has its `batch_size`."""
         return [self, *self.batches]
 
     def read(self, tokens: int, context: int, batch_size: int = 1) -> float:
@@ -74,7 +77,7 @@ class Costs:
         sizes = []
         seconds = []
         for costs in self.by_batch_size:
-            sizes.append(costs.texts)
+            sizes.append(costs.batch_size)
             # outside[0]: the seconds of a cycle outside of its forwards
             seconds.append(costs._look_up(costs.target, tokens, context) + costs.outside[0])
         return interpolate(sizes, seconds, batch_size)
@@ -89,7 +92,7 @@ class Costs:
         """
         if self.first is None or self.level is None or not rows:
             return 0.0
-        sizes = [costs.texts for costs in self.by_batch_size]
+        sizes = [costs.batch_size for costs in self.by_batch_size]
         # outside[1]: the seconds of the loop around each forward of the drafter
         outside = interpolate(sizes, [costs.outside[1] for costs in self.by_batch_size], batch_size)
         seconds = len(rows) * outside + self._look_up(self.first, rows[0] * batch_size, context)
@@ -233,7 +236,7 @@ class CycleCosts:
         levels = [budget.within(level) for level in range(budget.depth + 1)]
         rows = [costs.rows(drafter, level_budget, PENDING) for level_budget in levels]
         nodes = [count_nodes(level_budget) for level_budget in levels]
-        batch_sizes = tuple(batch.texts for batch in costs.by_batch_size)
+        batch_sizes = tuple(batch.batch_size for batch in costs.by_batch_size)
 
         def draft_seconds(batch_size: int, context: int) -> tuple[float, ...]:
             """Return the seconds of drafting 0, 1, 2, ... levels for each sequence of a batch."""

@@ -79,7 +79,7 @@ class Decoding:
 
     def _open_draft_state(self) -> DraftState:
         """Return a new drafter state without rows; some drafters get access to the target's KV cache."""
-        if self.drafter.reads.texts:
+        if self.drafter.reads.kv_cache:
             return self.drafter.open_with(self.state.lend())
         return self.drafter.open()
 

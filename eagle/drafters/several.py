@@ -43,7 +43,7 @@ class FirstOf(Drafter):
         self.reads = Reads(
             choices=max(drafter.reads.choices for drafter in drafters),
             view=any(drafter.reads.view for drafter in drafters),
-            texts=any(drafter.reads.texts for drafter in drafters),
+            kv_cache=any(drafter.reads.kv_cache for drafter in drafters),
             states=any(drafter.reads.states for drafter in drafters),
             followers=max(drafter.reads.followers for drafter in drafters),
         )
@@ -53,13 +53,13 @@ class FirstOf(Drafter):
         """Return a state with one state of each drafter, if none of them drafts on the target's own cache rows."""
         return self.open_with(None)
 
-    def open_with(self, texts: Any) -> SeveralState:
-        """Return a state with one state of each drafter; those that draft on the target's own cache rows get `texts`.
+    def open_with(self, sequences: Any) -> SeveralState:
+        """Return a state with one state of each drafter; those that draft on the target's cache get `sequences`.
 
-        `texts` are the rows of the target's KV cache (`TargetSequences`), None if no drafter asks for them.
+        `sequences` are the rows of the target's KV cache (`TargetSequences`), None if no drafter asks for them.
         """
         states = [
-            drafter.open_with(texts) if drafter.reads.texts else drafter.open()
+            drafter.open_with(sequences) if drafter.reads.kv_cache else drafter.open()
             for drafter in self.drafters
         ]
         return SeveralState(self, states)

@@ -210,8 +210,8 @@ def check_fit(head: TrainableDrafter, target: Any, name: str) -> None:
         target: The target's config.
         name: What messages call the head.
     """
-    # a draft model reads nothing of the target but tokens; a head reads states, or keys and values (`texts`)
-    if not (head.taps or head.reads.texts):
+    # a draft model reads nothing of the target but tokens; a head reads states, or keys and values (`kv_cache`)
+    if not (head.taps or head.reads.kv_cache):
         return
     advice = "name the target that its recipe.yaml names"
     shape = head.shape

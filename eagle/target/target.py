@@ -152,7 +152,7 @@ class Target(ChatMixin):
         facts = [self.reader.describe()]
         # a batch changed the states of its sequences in the trial
         if self.reader.reads_rows is False:
-            facts.append("one text at a time")
+            facts.append("one sequence at a time")
         packed = count_packed(self.model)
         if packed:
             facts.append(f"{packed} linears are packed")
@@ -396,7 +396,7 @@ class Target(ChatMixin):
         tokens: int,
         taps: tuple[int, ...] = (),
         drafter: Drafter | None = None,
-        texts: int = 1,
+        sequences: int = 1,
     ) -> int:
         """Return the bytes of a cache with this many tokens, and of a drafter's own state for them.
 
@@ -404,9 +404,9 @@ class Target(ChatMixin):
             tokens: as `max_tokens_in_cache`.
             taps: indices of the layers whose inputs are kept for each token; (): those that the drafter reads.
             drafter: the drafter; None for none.
-            texts: the number of sequences that share the tokens; a drafter may keep only the end of a long one.
+            sequences: the number of sequences that share the tokens; a drafter may keep only the end of a long one.
         """
-        texts = positive_int("texts", texts)
+        sequences = positive_int("sequences", sequences)
         if drafter is not None:
             taps = taps or drafter.taps
         # reading one token allocates the buffers, which show the bytes of a column (all that is cached for one token)
@@ -415,13 +415,13 @@ class Target(ChatMixin):
         column = state.cache.column_bytes
         tapped = state.cache.tapped.tensor  # [rows, taps, columns, D], the tapped states
         # tokens of each sequence, rounded up
-        length = -(-tokens // texts)
-        total = tokens * column + texts * self._state_bytes(state, length)
+        length = -(-tokens // sequences)
+        total = tokens * column + sequences * self._state_bytes(state, length)
         if drafter is not None:
             # of one tap at one token; the rest of a column is keys and values
             tap_bytes = tapped.shape[3] * tapped.element_size()
             keys_values = column - tapped.shape[1] * tap_bytes
-            total += texts * drafter.kept_bytes(length, ColumnBytes(keys_values, tap_bytes))
+            total += sequences * drafter.kept_bytes(length, ColumnBytes(keys_values, tap_bytes))
         return total
 
     def _state_bytes(self, state: TargetState, tokens: int) -> int:

@@ -149,12 +149,12 @@ class TrainingRun:
 
     def sizes(self) -> Entry:
         """Return how many weights the head trains, and the bytes of what it reads of each token."""
-        texts = SequenceSizes.of((self.features.mask(i), 0) for i in range(len(self.features)))
+        sizes = SequenceSizes.of((self.features.mask(i), 0) for i in range(len(self.features)))
         token_bytes = mean_bytes(
             parts_of(tap_identity(self.roles)),
             self.recipe.features.dtype,
             self.head.shape.hidden_size,
-            texts,
+            sizes,
         )
         trained = [weight.numel() for weight in self.head.parameters() if weight.requires_grad]
         return {"weights": sum(trained), "token_bytes": round(token_bytes)}
@@ -171,11 +171,11 @@ class TrainingRun:
         )
 
         def step(step_index: int) -> float:
-            # on-policy texts are written for several steps at once, and count in each of these
+            # on-policy answers are written for several steps at once, and count in each of these
             written = writing(step_index)
 
             begin = _seconds()
-            # the seed names the texts that are written
+            # the seed names the answers that are written
             torch.manual_seed(settings.seed + step_index)
             batch_indices = plan.step(step_index)
             seeds = plan.seeds(step_index, batch_indices)
@@ -192,14 +192,14 @@ class TrainingRun:
         return step
 
     def _timed_writing(self, plan: Plan) -> Callable[[int], float]:
-        """Return a function that writes the texts of the next steps, and returns one step's share of the seconds."""
+        """Return a function that writes the answers of the next steps, and returns one step's share of the seconds."""
         settings = self.recipe.train
         policy = settings.on_policy
         if policy is None:
             return lambda _: 0.0
         self.head.register_forward_hook(DraftsLoss(policy, settings.dtype))
 
-        # only features of texts that the head writes have `write`
+        # only features of answers that the head writes have `write`
         features = cast(Any, self.features)
         share = 0.0
         left = 0

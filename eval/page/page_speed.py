@@ -38,7 +38,7 @@ from eval.result_files.results import (
     describe_output,
     describe_tree,
     prompt_key,
-    texts_in_a_step,
+    requests_per_step,
 )
 from eval.result_files.statistics import Estimate
 
@@ -383,7 +383,7 @@ def _batch_row(group: Group, has_modelled: bool) -> list[object]:
     return [
         code(group.name),
         group.batch_size,
-        f"{texts_in_a_step(group):.1f}",
+        f"{requests_per_step(group):.1f}",
         cell(group.estimate(TOKENS_PER_SECOND), digits=1),
         *speeds,
         cell(group.estimate(LATENCY), " s"),

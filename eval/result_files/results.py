@@ -271,7 +271,7 @@ def describe_output(group: Group) -> str:
     return "of the same distribution"
 
 
-def texts_in_a_step(group: Group) -> float:
+def requests_per_step(group: Group) -> float:
     """Return the mean number of requests in a step."""
     num_steps = sum(batch["steps"] for batch in group.steps)
     # answers that were decoded alone record no steps

@@ -315,7 +315,7 @@ def test_a_method_that_cannot_begin_a_sequence_says_what_is_missing() -> None:
         pass
 
     class Reader(Drafter):
-        reads = Reads(texts=True)
+        reads = Reads(kv_cache=True)
 
     with pytest.raises(NotImplementedError, match=r"^Unwritten cannot draft: write begin or open$"):
         Unwritten().begin()

@@ -150,7 +150,7 @@ def forecast(
     """Return the bytes that a drafter says it keeps of so many sequences."""
     drafted = max(BUDGET.nodes, sum(drafter.forwards(BUDGET) or ()))
     tokens = texts * (longest + NEW_TOKENS + 1 + drafted)
-    with_drafter = target.cache_bytes(tokens, drafter=drafter, texts=texts)
+    with_drafter = target.cache_bytes(tokens, drafter=drafter, sequences=texts)
     return with_drafter - target.cache_bytes(tokens, drafter.taps)
 
 
@@ -268,5 +268,5 @@ def test_a_head_that_forecasts_nothing_is_seen(
 
 def test_a_wrong_number_of_sequences_is_refused(target: Target) -> None:
     """Instead of a division by zero."""
-    with pytest.raises(ValueError, match="texts is 0"):
-        target.cache_bytes(100, drafter=Always(), texts=0)
+    with pytest.raises(ValueError, match="sequences is 0"):
+        target.cache_bytes(100, drafter=Always(), sequences=0)

@@ -222,7 +222,7 @@ DRAFTERS = [
     "two blocks",
     "draft model",
     "lookup, eagle1",
-    *(name for name in BY_DEFAULT if not REGISTRY[name].reads.texts),
+    *(name for name in BY_DEFAULT if not REGISTRY[name].reads.kv_cache),
 ]
 # budgets and noise belong to what all drafters share: one of them is enough for each kind
 CASES = [

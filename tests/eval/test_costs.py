@@ -189,7 +189,7 @@ def test_costs_are_interpolated() -> None:
 
 def test_costs_of_batches_lie_between_those_measured() -> None:
     """They are linear in the number of sequences; without batches all cost what one sequence does."""
-    four = Costs((100,), (1, 3), ((2.0, 8.0),), texts=4)
+    four = Costs((100,), (1, 3), ((2.0, 8.0),), batch_size=4)
     costs = Costs((100, 500), (1, 4), ((1.0, 4.0), (2.0, 5.0)), batches=(four,))
     for size, context, texts, seconds in (
         (1, 100, 1, 1),
@@ -248,6 +248,6 @@ def test_what_is_measured_is_a_table_of_seconds(target: Target, head: Eagle1, ro
     ).batches
     # of the contexts the first and the last
     expected = [
-        Costs((16, 32), (1, 8), ((texts, 8 * texts),) * 2, texts=texts) for texts in (2, 16)
+        Costs((16, 32), (1, 8), ((texts, 8 * texts),) * 2, batch_size=texts) for texts in (2, 16)
     ]
     assert list(batches) == expected

@@ -286,13 +286,13 @@ def test_modelled_seconds_are_those_of_the_forwards(small: Recipe) -> None:
 
     assert costs.forwards == ((), (), (1,))
     assert costs.unread == ((1,), (1, 2), (1, 2, 3))
-    assert [batch.texts for batch in costs.batches] == [4]
+    assert [batch.batch_size for batch in costs.batches] == [4]
 
     groups = {(group.drafter, group.batch_size): group for group in results.groups()}
     assert all(group.is_modelled for group in groups.values())
 
     # one sequence of n tokens costs n, eleven cost 10 n: s sequences cost (1 + 0.9 (s - 1)) n
-    of_eleven = Costs((0,), (1, 2), ((10.0, 20.0),), texts=11)
+    of_eleven = Costs((0,), (1, 2), ((10.0, 20.0),), batch_size=11)
     flat = Costs((0,), (1, 2), ((1.0, 2.0),), batches=(of_eleven,))
     answers = groups["chain", 4].answers
     forwards = defaultdict(list)

@@ -36,7 +36,7 @@ from eval.result_files.results import (
     cycles,
     describe_tree,
     read_results,
-    texts_in_a_step,
+    requests_per_step,
 )
 from eval.result_files.statistics import Row, estimate
 from tests.eval.jsonl_files import read_lines, write_lines
@@ -164,7 +164,7 @@ def test_batches_have_a_table_and_plots(results: Path, parsed: Parsed, tmp_path:
             assert f"{group.estimate(SPEED_UP).value:.2f} ×" in made.sections["batches"]
 
         assert group.estimate(SPEED_UP).value == pytest.approx(expected)
-        assert texts_in_a_step(group) == (1 if group.batch_size == 1 else group.batch_size - 0.5)
+        assert requests_per_step(group) == (1 if group.batch_size == 1 else group.batch_size - 0.5)
 
     eagle1 = [
         group for group in report.every if group.drafter == "eagle1" and group.temperature == 0

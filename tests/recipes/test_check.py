@@ -307,7 +307,7 @@ def test_a_local_file_is_counted_before_the_forecast(
     assert f"{count:,} in {data}" in said
     assert "not known" not in said
     assert said.index("GB of memory while training") < said.index("features ...")
-    assert "2 steps of 8 texts, of 64 in a batch" in said
+    assert "2 steps of 8 sequences, of 64 in a batch" in said
 
 
 def test_a_forecast_counts_a_local_file(tiny_target_dir: Path, tmp_path: Path) -> None:

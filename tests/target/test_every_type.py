@@ -28,7 +28,7 @@ REASONS = {
 def describe(found: dict[str, Any]) -> str:
     """Return how a type's trees are read, or why they are not."""
     if found["outcome"] == "right":
-        return found["means"].replace("; one text at a time", "")
+        return found["means"].replace("; one sequence at a time", "")
     if found["outcome"] == "not built":
         return "not tried: transformers builds no small one"
 
@@ -48,7 +48,7 @@ def make_table() -> str:
     for model_type, found in STORED["types"].items():
         name = describe(found)
         # the page explains (1): one sequence at a time
-        mark = " (1)" if "one text" in found.get("means", "") else ""
+        mark = " (1)" if "one sequence" in found.get("means", "") else ""
         types.setdefault(name, []).append(model_type + mark)
         worst[name] = max(worst.get(name, 0.0), found.get("worst", 0.0))
 

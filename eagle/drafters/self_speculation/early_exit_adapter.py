@@ -51,7 +51,7 @@ class EarlyExitAdapter(ExitDrafter, TrainableDrafter):
     At first the network is zero and the norm the target's, so that a new adapter changes nothing.
     """
 
-    reads = Reads(view=True, texts=True, weights=True)
+    reads = Reads(view=True, kv_cache=True, weights=True)
     Settings = EarlyExitAdapterSettings
     settings: EarlyExitAdapterSettings
 

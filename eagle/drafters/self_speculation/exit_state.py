@@ -35,7 +35,7 @@ class ExitDrafter(Drafter):
     """
 
     reads = Reads(
-        view=True, texts=True
+        view=True, kv_cache=True
     )  # it gets the target's layers, and the rows of the target's KV cache
     layers: int | None = None  # how many of the target's first layers draft; None: a third of them
     view: Any = None  # the target's layers (`TargetView`), once it is bound
@@ -51,11 +51,13 @@ class ExitDrafter(Drafter):
         exit_layer(self.layers, len(view))
         self.view = view
 
-    def open_with(self, texts: Any) -> ExitState:
-        """Return the state for several sequences drafted in a batch, on the target's cache rows `texts`."""
-        view = texts.view
+    def open_with(self, sequences: Any) -> ExitState:
+        """Return the state for several sequences drafted in a batch, on the target's cache rows `sequences`."""
+        view = sequences.view
         return ExitState(
-            texts, exit_layer(self.layers, len(view)), lambda hidden: self.exit_logits(hidden, view)
+            sequences,
+            exit_layer(self.layers, len(view)),
+            lambda hidden: self.exit_logits(hidden, view),
         )
 
     def forwards(self, budget: Budget) -> tuple[int, ...]:

@@ -32,7 +32,7 @@ class SparseKv(Drafter):
     2404.14469).
     """
 
-    reads = Reads(view=True, texts=True)
+    reads = Reads(view=True, kv_cache=True)
 
     def __init__(self, budget: int = 512, sinks: int = 4, select: Select = "recent") -> None:
         if select not in get_args(Select):
@@ -71,14 +71,14 @@ class SparseKv(Drafter):
                 )
         self.views = (view,)
 
-    def open_with(self, texts: Any) -> SparseState:
+    def open_with(self, sequences: Any) -> SparseState:
         """Return the state for several sequences, with a separate KV cache.
 
-        `texts` are the rows of the target's KV cache, from which columns (keys and values of one token) are copied.
+        `sequences` are the rows of the target's KV cache, from which columns (keys and values of one token) are copied.
         """
         if self.select == "snap":
-            return SnapState(texts, self.columns)
-        return SparseState(texts, self.columns, self.sinks)
+            return SnapState(sequences, self.columns)
+        return SparseState(sequences, self.columns, self.sinks)
 
     def forwards(self, budget: Budget) -> tuple[int, ...]:
         """Return how many nodes each forward of a draft after the first reads, level by level."""

@@ -318,7 +318,7 @@ def test_a_batch_reads_each_sequence_by_itself(
     """Offsets, a table without a row for each sequence, the whole model and its steps, in batches and in a search."""
     bench = own(model_type)
 
-    assert "one text at a time" in bench.target.describe()
+    assert "one sequence at a time" in bench.target.describe()
 
     # the number of sequences of each forward
     counts: list[int] = []

@@ -57,7 +57,7 @@ def test_bytes_of_a_cache_count_the_states(target: Target, monkeypatch: pytest.M
     states = count_state_bytes(target)
 
     assert target.cache_bytes(100) == columns + 2 * states
-    assert target.cache_bytes(100, texts=4) == columns + 4 * 2 * states
+    assert target.cache_bytes(100, sequences=4) == columns + 4 * 2 * states
 
     # 100 tokens then have two more snapshots
     monkeypatch.setattr(sequence_states, "SNAPSHOT_TOKENS", 40)

@@ -316,7 +316,7 @@ def test_products_that_depend_on_rows_are_read_by_steps_in_float32(dtype: str) -
         return
     mode = "; ".join(described[:2])
     assert "levels" in mode
-    assert "one text at a time" in mode
+    assert "one sequence at a time" in mode
     assert mode in " ".join(PAGE.read_text().split())
 
     head, _ = learn(target)
