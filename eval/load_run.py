@@ -70,6 +70,11 @@ class MeasuredDrafter:
         if codes:
             described["code"] = codes
         described |= {"weights": weights, "budget": asdict(self.budget)}
+        # a file beside the weights may say which tokens a head drafts
+        for part in parts:
+            restricted = getattr(part, "restricted", None)
+            if restricted is not None:
+                described["drafted tokens"] = len(restricted)
         if self.policy:
             described["policy"] = "goodput"
         return described

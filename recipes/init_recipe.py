@@ -142,9 +142,18 @@ def render_recipe(
     # keys that only some methods have
     if kind in ("eagle1", "hass"):
         drafter += "  fc_bias: false  # vLLM's layout has none\n"
-    if kind in ("eagle3", "peagle"):
+    # the key under which a method has its draft vocabulary
+    key = {
+        "eagle1": "loss_vocab",
+        "hass": "loss_vocab",
+        "eagle3": "draft_vocab",
+        "peagle": "draft_vocab",
+    }.get(kind)
+    if key is not None:
         size = suggest_draft_vocab(sizes.vocab_size)
-        drafter += f"  draft_vocab: {quote(size)}  # the most frequent of {sizes.vocab_size:,}; null for all\n"
+        drafter += (
+            f"  {key}: {quote(size)}  # the most frequent of {sizes.vocab_size:,}; null for all\n"
+        )
     code = "  trust_remote_code: true\n" if args.trust_remote_code else ""
     short_run = f"in runs of about 200 steps, 3 to {SHORT_FACTOR} times as much"
     too_few = ""

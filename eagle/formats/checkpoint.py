@@ -31,7 +31,7 @@ from eagle.device import in_dtype
 from eagle.disk import write_tensors, write_text, write_whole
 from eagle.drafters import DRAFTERS, stored_settings
 from eagle.drafters.outside import METHOD_FILE, PLACE_AND_CLASS, code_text, describe_code
-from eagle.drafters.parts.reduced_vocab import load_draft_vocab
+from eagle.drafters.parts.reduced_vocab import load_draft_vocab, write_draft_vocab
 from eagle.drafters.several import FirstOf
 from eagle.formats.layout import check_fit
 from eagle.formats.reading.files import (
@@ -48,9 +48,23 @@ from eagle.target.target import Target
 from eagle.target.weights.packed import narrow_packed
 
 WEIGHTS = "model.safetensors"
+DRAFT_VOCAB = (
+    "draft_vocab.safetensors"  # the tokens that a head drafts, if its loss compared no others
+)
+ALL_TOKENS = (
+    "all"  # the value of the option `draft_vocab` for which a head drafts the whole vocabulary
+)
 HEAD_OPTIONS = ["draft_vocab"]  # options of `load_drafter` for the folder of a head
 # the files of a head that are sent to the hub and fetched from it
-ON_HUB = ("config.json", WEIGHTS, "recipe.yaml", "provenance.json", "README.md", METHOD_FILE)
+ON_HUB = (
+    "config.json",
+    WEIGHTS,
+    DRAFT_VOCAB,
+    "recipe.yaml",
+    "provenance.json",
+    "README.md",
+    METHOD_FILE,
+)
 MAX_WEIGHTS = 4_000  # weight tensors, more than any head has
 # layers in a config, of which classes of transformers make lists
 MAX_LAYERS = 1_000_000
@@ -62,7 +76,7 @@ Names = str | Path | Sequence[str | Path]  # of one drafter or several
 
 
 def save_pretrained(head: TrainableDrafter, folder: str | Path) -> None:
-    """Write a head's config.json and model.safetensors into a folder.
+    """Write a head's config.json and model.safetensors into a folder, and the tokens that it drafts if not all.
 
     If its method is a user's own class, the file of the class is copied too, and the config says which class it is.
     """
@@ -78,6 +92,9 @@ def save_pretrained(head: TrainableDrafter, folder: str | Path) -> None:
         write_whole(folder / METHOD_FILE, [text])
     write_text(folder / "config.json", json.dumps(config, indent=2))
     write_tensors(folder / WEIGHTS, head.state_dict())
+    tokens = getattr(head, "loss_tokens", None)
+    if tokens is not None:
+        write_draft_vocab(folder / DRAFT_VOCAB, tokens.cpu(), head.shape.vocab_size, {})
 
 
 def save_head(
@@ -148,6 +165,8 @@ def load_head(folder: str | Path, *, trust_code: bool = False) -> TrainableDraft
     weights = _read_weights(folder)
     _check_finite(folder, weights)
     head.load_state_dict(weights)
+    if has(folder, DRAFT_VOCAB):
+        head.loss_tokens = _read_draft_tokens(folder, head)
     head.budget = _read_budget(config.get("budget"), source)
     return head
 
@@ -315,6 +334,20 @@ def _read_entries(folder: Path) -> dict[str, TensorEntry]:
         ) from None
 
 
+def _read_draft_tokens(folder: Path, head: TrainableDrafter) -> Tensor:
+    """Return the tokens [D] that a head's folder says it drafts, of unknown origin."""
+    path = folder / DRAFT_VOCAB
+    try:
+        _, t2d = load_draft_vocab(plain_file(folder, DRAFT_VOCAB))
+        if not hasattr(head, "loss_tokens") or t2d.shape != (head.shape.vocab_size,):
+            raise ValueError(f"it has {len(t2d)} tokens, and is of no {head.settings.kind} head")
+    except (ValueError, OSError, SafetensorError) as error:
+        raise ValueError(
+            f"{path} cannot be read: {error}; copy it again, or delete it: the head then drafts all tokens"
+        ) from None
+    return t2d.nonzero()[:, 0]
+
+
 def _compare_entries(
     folder: Path, entries: dict[str, TensorEntry], expected: dict[str, Tensor]
 ) -> None:
@@ -403,7 +436,8 @@ def load_drafter(
         revision: The revision of a head on the hub.
         trust_code: Whether a head may bring the file of its method, which is run.
         options: What methods without weights take. A head that borrows the target's LM head takes `draft_vocab`, a
-            file of `eagle prepare --only draft-vocab`: it then drafts these tokens alone, without logits of others.
+            file of `eagle prepare --only draft-vocab`: it then drafts these tokens alone, without logits of others. A
+            head trained with `drafter.loss_vocab` drafts the tokens that it was trained on, or with "all" all tokens.
     """
     if not isinstance(target, Target):
         raise ValueError(
@@ -530,7 +564,10 @@ def _load_one(
     check_fit(head, target.config, str(folder))
     # from here on the head uses the target's embedding and LM head
     bound = head.bind(target.head)
-    if draft_vocab is not None:
+    own_tokens = getattr(head, "loss_tokens", None)
+    if draft_vocab is None and own_tokens is not None:
+        draft_only(bound, own_tokens)
+    elif draft_vocab not in (None, ALL_TOKENS):
         restrict_drafts(bound, draft_vocab)
     return bound
 
@@ -568,7 +605,13 @@ def restrict_drafts(head: TrainableDrafter, draft_vocab: str) -> None:
             f"the draft vocabulary {draft_vocab} is of {len(t2d)} tokens, and the target's LM head has {vocab_size}: "
             "make one with this target's recipe by `eagle prepare --only draft-vocab`"
         )
-    tokens = t2d.nonzero()[:, 0].to(target_head.weight.device)  # their ids
+    draft_only(head, t2d.nonzero()[:, 0])
+
+
+def draft_only(head: TrainableDrafter, tokens: Tensor) -> None:
+    """Let a bound head draft only these tokens [D] of the target, in ascending order; it is changed."""
+    target_head = head.target_head
+    tokens = tokens.to(target_head.weight.device)
     head.bound_to = (narrow_packed(target_head, tokens),)
     head.drafts = tokens
 

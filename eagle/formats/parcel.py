@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 
 from eagle.drafters.outside import METHOD_FILE
 from eagle.formats.card import model_card
-from eagle.formats.checkpoint import ON_HUB, from_pretrained
+from eagle.formats.checkpoint import DRAFT_VOCAB, ON_HUB, from_pretrained
 from eagle.formats.reading.files import check_not_hollow, resolve_inside
 from eagle.recipe.plain_yaml import parse_yaml
 
 REASONS = {
     "config.json": "the head's method, settings and sizes",
     "model.safetensors": "its weights",
+    DRAFT_VOCAB: "the tokens that it drafts",
     "recipe.yaml": "what it was trained by",
     "provenance.json": "what made it",
     "README.md": "its card",

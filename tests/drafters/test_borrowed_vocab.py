@@ -14,7 +14,7 @@ from eagle.core.drafter import TrainableDrafter
 from eagle.core.tree import chain_paths
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.drafters.parts.reduced_vocab import save_draft_vocab
-from eagle.formats.checkpoint import restrict_drafts, save_pretrained
+from eagle.formats.checkpoint import DRAFT_VOCAB, load_head, restrict_drafts, save_pretrained
 
 # one head for each class that borrows its logits
 BORROWING: dict[str, dict[str, Any]] = {
@@ -120,6 +120,42 @@ def test_a_head_without_the_mapping_is_seen(
     drafter.drafts = None
     trace = generate(mixing_target, drafter, [5, 6, 7], max_new_tokens=24, budget=Budget(8, 3, 3))
     assert not drafted_tokens(trace) <= set(range(0, mixing_target.vocab_size, 3))
+
+
+@pytest.fixture
+def narrow_folder(mixing_target: Target, tmp_path: Path) -> Path:
+    """A head whose loss compared every third token."""
+    head: Any = make_head("eagle1", mixing_target)
+    head.loss_tokens = torch.arange(0, mixing_target.vocab_size, 3)
+    save_pretrained(head, tmp_path)
+    return tmp_path
+
+
+def test_a_head_drafts_what_it_was_trained_on(mixing_target: Target, narrow_folder: Path) -> None:
+    """Without an option; with "all" it drafts other tokens, too, and the output is the same."""
+    trained = set(range(0, mixing_target.vocab_size, 3))
+    options: dict[str, Any] = {"budget": Budget(8, 3, 3), "max_new_tokens": 24, "stop": []}
+    traces = {}
+    for choice in (None, "all"):
+        drafter = load_drafter(narrow_folder, mixing_target, draft_vocab=choice)
+        traces[choice] = generate(mixing_target, drafter, [5, 6, 7], **options)
+    assert drafted_tokens(traces[None]) <= trained
+    assert not drafted_tokens(traces["all"]) <= trained
+    assert traces[None].tokens == traces["all"].tokens
+
+
+def test_a_faulty_file_of_its_tokens_is_refused(mixing_target: Target, narrow_folder: Path) -> None:
+    """Of another vocabulary, of another method, and no such file at all."""
+    path = narrow_folder / DRAFT_VOCAB
+    save_draft_vocab(path, torch.ones(100, dtype=torch.long), size=10, identity={})
+    with pytest.raises(ValueError, match="or delete it: the head then drafts all tokens"):
+        load_head(narrow_folder)
+    path.write_bytes(b"none")
+    with pytest.raises(ValueError, match="cannot be read"):
+        load_head(narrow_folder)
+    save_pretrained(make_head("dflash", mixing_target, slots=4, blocks=1), narrow_folder)
+    with pytest.raises(ValueError, match="cannot be read"):
+        load_head(narrow_folder)
 
 
 REFUSED = {

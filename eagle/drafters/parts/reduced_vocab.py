@@ -48,10 +48,17 @@ def save_draft_vocab(path: str | Path, counts: Tensor, size: int, identity: dict
         size: The number of tokens in the draft vocabulary.
         identity: What names the tokenizer and the data; `load_draft_vocab` compares it.
     """
-    selected = most_frequent(counts, size)
-    t2d = torch.zeros(len(counts), dtype=torch.bool)
-    t2d[selected] = True
-    tensors = {"d2t": selected - torch.arange(size), "t2d": t2d}
+    write_draft_vocab(path, most_frequent(counts, size), len(counts), identity)
+
+
+def write_draft_vocab(
+    path: str | Path, tokens: Tensor, vocab_size: int, identity: dict[str, Any]
+) -> None:
+    """Write a draft vocabulary of these tokens [D], in ascending order, to a file, as `save_draft_vocab` does."""
+    size = len(tokens)
+    t2d = torch.zeros(vocab_size, dtype=torch.bool)
+    t2d[tokens] = True
+    tensors = {"d2t": tokens - torch.arange(size), "t2d": t2d}
     write_tensors(path, tensors, {"identity": json.dumps({**identity, "size": size})})
 
 

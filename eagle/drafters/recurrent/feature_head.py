@@ -50,7 +50,7 @@ class FeatureSettings(BaseModel):
     window: Window | None = None
     regression: float = 1.0  # weight of Smooth-L1 between its features and the target's
     cross_entropy: float = 0.1  # weight of the cross-entropy with the target's probs
-    # compare the probs of this many tokens, the most frequent supervised ones; null: of the whole vocabulary
+    # learn and draft this many tokens, the most frequent supervised ones; null: the whole vocabulary
     loss_vocab: int | None = Field(default=None, ge=1)
 
 
@@ -71,8 +71,8 @@ class FeatureHead(UnrolledDrafter):
         more_blocks = [NormedBlock(shape) for _ in range(1, shape.num_hidden_layers)]
         self.layers = nn.ModuleList([Block(shape), *more_blocks])
         self.rotary = Rotary(shape)
-        # The `settings.loss_vocab` tokens whose probs the loss compares. They are counted at every start, so no file
-        # holds them.
+        # The `settings.loss_vocab` tokens whose probs the loss compares, which alone are drafted. Training counts them
+        # at every start, and a file beside the weights holds them.
         self.register_buffer("loss_tokens", None, persistent=False)
 
     @property

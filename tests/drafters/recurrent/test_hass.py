@@ -152,7 +152,7 @@ def test_a_loss_of_the_frequent_tokens_is_that_of_a_smaller_matrix(batch: Batch)
 
 
 def test_a_head_of_such_a_loss_is_saved_as_any_other(tmp_path: Path) -> None:
-    """The tokens are in no file, and a head that is read again learns from the whole vocabulary."""
+    """Its weights are those of any other head, and a file beside them holds the tokens."""
     head = Eagle1.for_target(Eagle1.Settings(loss_vocab=4), SHAPE, supervised=SUPERVISED)
     assert (
         head.state_dict().keys() == Eagle1.for_target(Eagle1.Settings(), SHAPE).state_dict().keys()
@@ -160,7 +160,8 @@ def test_a_head_of_such_a_loss_is_saved_as_any_other(tmp_path: Path) -> None:
     save_head(tmp_path, head, "target: {path: x}\n", {})
     loaded = load_head(tmp_path)
     assert isinstance(loaded, Eagle1)
-    assert loaded.loss_tokens is None
+    assert loaded.loss_tokens is not None
+    assert loaded.loss_tokens.equal(FREQUENT)
 
 
 def test_a_loss_vocabulary_without_texts_is_refused() -> None:
