@@ -8,6 +8,7 @@ Distillation is that of Zhou et al. 2023, arXiv 2310.08461.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -31,6 +32,7 @@ from eagle.core.drafter import (
 from eagle.core.examples import Batch
 from eagle.core.tree import DraftTree, Paths
 from eagle.device import to_host, upload
+from eagle.drafters.other_tokenizer import SameTokens, SharedTokens
 from eagle.drafters.parts.decoder_block import head_shape
 from eagle.drafters.parts.growth import grow_rows, level_rows
 from eagle.drafters.parts.objectives import Kind, Objective, OwnHead, distillation_loss
@@ -80,6 +82,8 @@ class DraftModel(TrainableDrafter):
     settings: DraftModelSettings
     # one entry, the model as a target, which reads trees, once it is bound
     as_target: tuple[Target, ...] = ()
+    # which tokens it shares with a target that has another tokenizer; None if it has the target's
+    shared: SharedTokens | None = None
 
     def __init__(self, settings: DraftModelSettings, shape: HeadShape, model: Any = None) -> None:
         """Take a transformers model with the config `shape`, or make one with fresh weights."""
@@ -114,12 +118,26 @@ class DraftModel(TrainableDrafter):
 
     @classmethod
     def load(cls, folder: str | Path, target: Target) -> DraftModel:
-        """Return any causal language model as a drafter for a target, in the target's dtype and on its device."""
+        """Return any causal language model as a drafter for a target, in the target's dtype and on its device.
+
+        One with another tokenizer drafts the tokens that both have.
+        """
         # loaded as a target is, since it reads trees in the same way
         small = Target.load(folder, dtype=target.model.dtype, device=str(target.device))
-        check_vocabulary(small.tokenizer, target.tokenizer, small.vocab_size, target.vocab_size)
         settings = DraftModelSettings(layers=small.config.num_hidden_layers)
-        return cls(settings, small.config, small.model).bind(target.head)
+        drafter = cls(settings, small.config, small.model)
+        if None not in (small.tokenizer, target.tokenizer) and differing_words(
+            small.tokenizer, target.tokenizer
+        ):
+            drafter.shared = SharedTokens(small.tokenizer, target.tokenizer, small.device)
+            print(
+                f"{folder} has another tokenizer than the target: it drafts the {len(drafter.shared.drafts):,} of "
+                f"{target.vocab_size:,} tokens that both have",
+                file=sys.stderr,
+            )
+        else:
+            check_vocabulary(small.tokenizer, target.tokenizer, small.vocab_size, target.vocab_size)
+        return drafter.bind(target.head)
 
     @property
     def network(self) -> dict[str, Any]:
@@ -229,12 +247,13 @@ class DraftModel(TrainableDrafter):
         # refuses a model that cannot read trees
         model.reader.check()
         self.as_target = (model,)
-        self.target_vocab_size = target_head.weight.shape[0]
+        target_size = target_head.weight.shape[0]
+        self.tokens = self.shared or SameTokens(model.vocab_size, target_size, model.device)
         return self.eval()
 
     def open(self) -> ModelState:
         """Return the state for several sequences drafted in a batch."""
-        return ModelState(self.as_target[0], self.target_vocab_size, self.clip_to_vocab)
+        return ModelState(self.as_target[0], self.tokens)
 
     def forwards(self, budget: Budget) -> tuple[int, ...]:
         """Return how many nodes each forward of a draft after the first reads, level by level."""
@@ -343,14 +362,12 @@ def check_vocabulary(tokenizer: Any, target_tokenizer: Any, size: int, target_si
                 "knows whether they mean the same: save the tokenizers beside the models"
             )
         return
+    differ = differing_words(tokenizer, target_tokenizer)
+    if not differ:
+        return
     # word -> token id
     ids = tokenizer.get_vocab()
     target_ids = target_tokenizer.get_vocab()
-    differ = sorted(
-        word for word in ids.keys() | target_ids.keys() if ids.get(word) != target_ids.get(word)
-    )
-    if not differ:
-        return
     some = ", ".join(
         f"{word!r} is {ids.get(word)} here and {target_ids.get(word)} there"
         for word in differ[:NAMED]
@@ -361,29 +378,36 @@ def check_vocabulary(tokenizer: Any, target_tokenizer: Any, size: int, target_si
     )
 
 
+def differing_words(tokenizer: Any, target_tokenizer: Any) -> list[str]:
+    """Return the words of two vocabularies that have not the same id in both."""
+    ids = tokenizer.get_vocab()
+    target_ids = target_tokenizer.get_vocab()
+    return sorted(
+        word for word in ids.keys() | target_ids.keys() if ids.get(word) != target_ids.get(word)
+    )
+
+
 class ModelState:
     """The sequences of a batch in the draft model's KV cache, each followed by the nodes of its last draft.
 
     The nodes that the target has accepted stay in the cache, so that their tokens are not read again.
     """
 
-    def __init__(
-        self, model: Target, target_vocab_size: int, clip_to_vocab: Callable[[Tensor], Tensor]
-    ) -> None:
+    def __init__(self, model: Target, tokens: SameTokens | SharedTokens) -> None:
         """Begin without rows.
 
         Args:
             model: The draft model as a target, which reads trees.
-            target_vocab_size: The number of the target's tokens, over which trees are grown.
-            clip_to_vocab: Clips tokens to those that the draft model has.
+            tokens: Which tokens of the target it drafts, and how it reads the target's tokens.
         """
         self.model = model
-        self.target_vocab_size = target_vocab_size
-        self.clip_to_vocab = clip_to_vocab
+        self.tokens = tokens
         self.state = model.open()
         # by row: the target's sampling noise, which trees are ranked with; None if the target is greedy
         self.noises: dict[int, Noise | None] = {}
-        self.confirmed: dict[int, int] = {}  # by row: committed tokens, the root not counted
+        # by row: committed tokens, the root not counted; the target's, and the draft model's that spell them
+        self.positions: dict[int, int] = {}
+        self.confirmed: dict[int, int] = {}
         # by row, for each level of the last draft that was read: its nodes' tokens, and their parents' indices in the
         # level above
         self.levels: dict[int, list[tuple[Tensor, Tensor]]] = {}
@@ -391,6 +415,7 @@ class ModelState:
     def admit(self, row: int, noise: Noise | None = None) -> None:
         """Begin a row; its tokens are read at the first proposal."""
         self.noises[row] = noise
+        self.positions[row] = 0
         self.confirmed[row] = 0
         self.levels[row] = []
 
@@ -398,6 +423,7 @@ class ModelState:
         """Copy a row to the new row `other`; only the old row keeps its last draft."""
 
         self.noises[other] = self.noises[row]
+        self.positions[other] = self.positions[row]
         self.confirmed[other] = self.confirmed[row]
         self.levels[other] = []
         # a row that has not drafted is not in the cache yet
@@ -407,7 +433,7 @@ class ModelState:
 
     def release(self, row: int) -> None:
         """Release a row."""
-        del self.noises[row], self.confirmed[row], self.levels[row]
+        del self.noises[row], self.positions[row], self.confirmed[row], self.levels[row]
         # a row that has not drafted is not in the cache yet
         if row not in self.state.rows:
             return
@@ -435,10 +461,12 @@ class ModelState:
         new_tokens: dict[int, list[int]] = {}  # by row: the committed tokens, then the root
         depths: dict[int, int] = {}  # by row: the levels of its tree
         for row, update in updates.items():
-            self.confirmed[row] += len(update.tokens)
+            committed = update.tokens.tolist()
+            self.positions[row] += len(committed)
+            self.confirmed[row] += len(self.tokens.spell(committed))
             depths[row] = self._clamp_depth(row, budgets[row].depth)
             if depths[row] > 0:
-                new_tokens[row] = [*update.tokens.tolist(), update.root]
+                new_tokens[row] = [*committed, update.root]
             else:
                 trees[row] = DraftTree.chain([update.root])
         logits = self._read(new_tokens)  # by row, [V], after the root
@@ -447,12 +475,9 @@ class ModelState:
             requests = []
             for row in rows:
                 budget = budgets[row].within(depths[row])
-                # the cache holds the root now, so its length is the position of the root's children
-                requests.append(
-                    DraftRequest(
-                        updates[row].root, self.state.length(row), budget, self.noises[row]
-                    )
-                )
+                # of the root's children, in the target's sequence
+                position = self.positions[row] + 1
+                requests.append(DraftRequest(updates[row].root, position, budget, self.noises[row]))
             grown = self._grow(rows, requests, [logits[row] for row in rows])
             trees |= zip(rows, grown, strict=True)
         return trees
@@ -489,20 +514,13 @@ class ModelState:
             drafting = [rows[index] for index in indices]
             for row, row_tokens, row_parents in zip(drafting, tokens, parents, strict=True):
                 self.levels[row].append((row_tokens, row_parents))
-            return self.state.read_ahead(drafting, self.clip_to_vocab(tokens), depths, tree_mask)[
-                ..., : self.target_vocab_size
-            ]
+            own_tokens = self.tokens.translate(tokens)
+            return self.tokens.select(
+                self.state.read_ahead(drafting, own_tokens, depths, tree_mask)
+            )
 
-        # a model with a smaller vocabulary than the target's drafts only its own tokens
-        shared_size = min(self.model.vocab_size, self.target_vocab_size)
-        draft_tokens = (
-            torch.arange(shared_size, device=self.model.device)
-            if shared_size < self.target_vocab_size
-            else None
-        )
-        return grow_rows(
-            requests, torch.stack(list(logits))[:, : self.target_vocab_size], level, draft_tokens
-        )
+        first = self.tokens.select(torch.stack(list(logits)))
+        return grow_rows(requests, first, level, self.tokens.drafts)
 
     # -- what may be read together ------------------------------------------------------------------------------------
 
@@ -563,7 +581,7 @@ class ModelState:
         if prompts:
             self._update_columns()
         for row, prompt in prompts.items():
-            self.state.admit(row, self.clip_to_vocab(torch.tensor(prompt)).tolist())
+            self.state.admit(row, self.tokens.spell(prompt))
         # a call reads as many prompts as fit in one forward
         while len(logits) < len(prompts):
             for row, prompt_output in self.state.read_prompts().items():
@@ -589,8 +607,9 @@ class ModelState:
             # the new root is not looked for: it must be read to give logits
             columns[row] = _find_accepted(levels, new[:-1])
             count = len(columns[row])
-            tokens[row] = new[:count]
-            unread[row] = self.clip_to_vocab(torch.tensor(new[count:])).tolist()
+            # drafted tokens are one token of the draft model each
+            tokens[row] = self.tokens.spell(new[:count])
+            unread[row] = self.tokens.spell(new[count:])
             self.levels[row] = []
         self.state.keep_columns(columns, tokens)
         logits: dict[int, Tensor] = {}
