@@ -19,6 +19,7 @@ from data_prep.servers.answers import FILTERED, TRUNCATED, Answer, Dialogue, Pro
 from data_prep.tokens import IMAGES
 from eagle.recipe import DataSection, RegenerateSection
 
+ENDED_EARLY = "its later turns are left out, as an answer reached max_new_tokens"  # a note
 SHORTEST_ANSWER = 8  # tokens of data.max_length that a prompt must leave
 
 
@@ -114,7 +115,7 @@ def converse(
             notes.add("the template prints an answer otherwise than the target wrote it")
         # The next question belongs to another answer, the next tool result to another call.
         if answer.finish == TRUNCATED:
-            notes.add("its later turns are left out, as an answer reached max_new_tokens")
+            notes.add(ENDED_EARLY)
             break
         if answer.message.get("tool_calls"):
             notes.add("cut at a tool call of the target, which has no result")

@@ -28,17 +28,21 @@ def main(argv: list[str]) -> None:
     )
     args = parser.parse_intermixed_args(argv)
     recipe = [args.recipe, *args.overrides]
+    warning = ""
     if Recipe.load(args.recipe, args.overrides).regenerate is not None:
         words = list(recipe)
         if args.without_failed:
             words.append("--without-failed")
-        regenerate.main(words)
+        warning = regenerate.run(words)
     # Of several processes one shows the masks.
     if world()[0] == 0:
         words = [*recipe, "--count", args.count]
         if args.html:
             words += ["--html", args.html]
         inspect_mask.main(words)
+        # after screens of examples, so that it is seen
+        if warning:
+            print(warning)
 
 
 if __name__ == "__main__":

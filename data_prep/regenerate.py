@@ -8,7 +8,7 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
@@ -16,7 +16,14 @@ from time import perf_counter
 from typing import Any
 
 from data_prep.conversations import Tally, read_conversations
-from data_prep.dialogues import Jobs, Reader, converse, make_names_unique, sampling_of
+from data_prep.dialogues import (
+    ENDED_EARLY,
+    Jobs,
+    Reader,
+    converse,
+    make_names_unique,
+    sampling_of,
+)
 from data_prep.parts import begin, is_whole, join_parts, open_part, read_parts, read_settings
 from data_prep.servers.answers import Local
 from data_prep.servers.endpoint import PROBE, Endpoint
@@ -35,6 +42,7 @@ from eagle.target.target import Target
 
 Answerer = Pool | Local
 FEW_DISTINCT = 0.5  # share of the answers
+MANY_TRUNCATED = 0.2  # share of the conversations
 MIN_ANSWERS = 10  # fewer tell nothing
 
 
@@ -135,6 +143,20 @@ def table(lines: Iterable[dict[str, Any]], missing: int) -> str:
     return "\n".join([*text, *warn_of_repeats(counts["answers"], len(distinct))])
 
 
+def warn_of_truncated(lines: Mapping[str, bytes]) -> str:
+    """Return a sentence if many conversations end at an answer that reached the limit; "" if few do.
+
+    `lines` are those of the parts, by conversation.
+    """
+    ended = sum(ENDED_EARLY.encode() in line for line in lines.values())
+    if ended <= MANY_TRUNCATED * len(lines):
+        return ""
+    return (
+        f"{ended} of {len(lines)} conversations end at an answer that reached regenerate.max_new_tokens, so their "
+        "later turns are left out: raise it for more data"
+    )
+
+
 def digests_of(messages: Sequence[dict[str, Any]]) -> set[bytes]:
     """Return a digest of each answer of a conversation, of what it says and calls."""
     digests = set()
@@ -227,6 +249,13 @@ def make_answerer(recipe: Recipe, section: RegenerateSection) -> tuple[Answerer,
 
 def main(argv: list[str]) -> None:
     """Replace every answer, keep what is done, and print a summary."""
+    warning = run(argv)
+    if warning:
+        print(warning)
+
+
+def run(argv: list[str]) -> str:
+    """Do what `main` does, and return a warning that is to be printed last; "" for none."""
     parser = command_line("eagle prepare --only answers", __doc__)
     parser.add_argument(
         "--estimate",
@@ -251,7 +280,7 @@ def main(argv: list[str]) -> None:
         interrupted_by_user(lambda: hint),
         lock_path(section.out, hold=is_first and not args.forecast),
     ):
-        regenerate(recipe, section, args)
+        return regenerate(recipe, section, args)
 
 
 def check_section(section: RegenerateSection) -> None:
@@ -272,8 +301,11 @@ def check_section(section: RegenerateSection) -> None:
         )
 
 
-def regenerate(recipe: Recipe, section: RegenerateSection, args: argparse.Namespace) -> None:
-    """Answer this process's share of the conversations; the first process joins the parts."""
+def regenerate(recipe: Recipe, section: RegenerateSection, args: argparse.Namespace) -> str:
+    """Answer this process's share of the conversations; the first process joins the parts.
+
+    What is returned is to be printed last, by the first process; "" for nothing.
+    """
     index, count, wait = world()
     out = Path(section.out)
     say = print if index == 0 else lambda *_: None
@@ -286,7 +318,7 @@ def regenerate(recipe: Recipe, section: RegenerateSection, args: argparse.Namesp
     )
     if is_whole(out, settings):
         say(f"{out} is whole already, with the same settings: nothing to do")
-        return
+        return ""
     tally = Tally()
     conversations = read_conversations(source.train, tally, answered=False, **read_options(source))
     jobs = Jobs(make_names_unique(conversations, section.samples), out.parent)
@@ -294,7 +326,7 @@ def regenerate(recipe: Recipe, section: RegenerateSection, args: argparse.Namesp
     answerer, reader = make_answerer(recipe, section)
     if args.forecast:
         say(forecast(jobs, read_parts(out), answerer, reader, section=section))
-        return
+        return ""
     if index == 0:
         begin(out, settings)
     failed = answer_all(
@@ -306,16 +338,16 @@ def regenerate(recipe: Recipe, section: RegenerateSection, args: argparse.Namesp
     if count > 1:
         summary = f"process {index + 1} of {count}: {summary}"
     print(summary)
-    if index == 0:
-        conclude(out, jobs.names, args.without_failed)
-        if recipe.data.train != section.out:
-            print(
-                f"data.train is {recipe.data.train}: point it to {out} to learn from these answers"
-            )
+    if index:
+        return ""
+    warning = conclude(out, jobs.names, args.without_failed)
+    if recipe.data.train != section.out:
+        print(f"data.train is {recipe.data.train}: point it to {out} to learn from these answers")
+    return warning
 
 
-def conclude(out: Path, names: list[str], without_failed: bool) -> None:
-    """Print a summary, and join the parts where nothing is missing."""
+def conclude(out: Path, names: list[str], without_failed: bool) -> str:
+    """Print a summary, join the parts where nothing is missing, and return what to say last; "" for nothing."""
     lines = read_parts(out)
     missing = len(set(names) - lines.keys())
     print(table((json.loads(lines[name]) for name in names if name in lines), missing))
@@ -331,6 +363,7 @@ def conclude(out: Path, names: list[str], without_failed: bool) -> None:
         )
     join_parts(out, names)
     print(f"the answers are in {out}")
+    return warn_of_truncated(lines)
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ from eval.load_run import (
 from eval.measure_batches import measure_batches
 from eval.measurement import ALONE, Measurement, Processes
 from eval.prompts import Case, encode_prompt, questions, tell_shortage
-from eval.report import figures, markdown, page
+from eval.report import conclude, figures, markdown, page
 from eval.result_files.results import ACCEPTANCE_LENGTH, SPEED_UP, read_results
 from eval.result_files.write_results import (
     ResultsWriter,
@@ -357,7 +357,7 @@ def main(argv: list[str]) -> None:
         if processes.is_first:
             merge_parts(path)
             table = markdown(path)
-            print(table)
+            print(table, conclude(path), sep="\n\n")
             log_measurement(recipe, path, table)
             write_json(figures(path))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -339,6 +340,26 @@ def markdown(path: str | Path) -> str:
     if trees:
         lines += [f"<sub>{trees}</sub>", ""]
     return "\n".join([*lines, f"<sub>{', '.join(header)}</sub>"])
+
+
+def conclude(path: str | Path) -> str:
+    """Return a sentence for each temperature: the fastest drafter, or that none is faster than plain decoding."""
+    by_temperature: dict[float, list[tuple[float, str]]] = defaultdict(list)
+    for group in fewest_at_a_time(read_results(path).groups()):
+        if group.drafts:
+            speedup = group.estimate(SPEED_UP).value
+            by_temperature[group.temperature].append((speedup, f"{group.name} {speedup:.2f} ×"))
+    lines = []
+    for temperature, drafters in by_temperature.items():
+        speeds = [text for _, text in sorted(drafters, reverse=True)]
+        line = f"T = {temperature:g}: fastest is {', then '.join(speeds)}"
+        if max(drafters)[0] < 1:
+            line = (
+                f"T = {temperature:g}: no drafter is faster than plain decoding ({', '.join(speeds)}); look for a "
+                f"better draft with `eagle measure --tune RECIPE eval.temperatures=[{temperature:g}]`"
+            )
+        lines.append(line)
+    return "\n".join(lines)
 
 
 def _describe_trees(results: Results, groups: Sequence[Group]) -> str:

@@ -19,9 +19,16 @@ import torch
 from data_prep import regenerate as regenerate_module
 from data_prep.chats.records import Conversation
 from data_prep.conversations import read_conversations
-from data_prep.dialogues import Jobs
+from data_prep.dialogues import ENDED_EARLY, Jobs
 from data_prep.parts import begin, is_whole, join_parts
-from data_prep.regenerate import as_begun, check_section, main, make_answerer, table
+from data_prep.regenerate import (
+    as_begun,
+    check_section,
+    main,
+    make_answerer,
+    table,
+    warn_of_truncated,
+)
 from data_prep.servers.answers import Local
 from eagle import Target
 from eagle.recipe import Recipe
@@ -453,3 +460,13 @@ def test_who_decodes_changes_no_setting(fields: dict[str, Any]) -> None:
 
     assert settings_with(**fields) == settings_with()
     assert settings_with(seed=1) != settings_with()
+
+
+def test_many_lost_turns_are_told() -> None:
+    """A fifth of the conversations is not yet many."""
+    whole = b'{"notes": []}'
+    ended = f'{{"notes": ["{ENDED_EARLY}"]}}'.encode()
+    lines = {str(index): whole for index in range(4)}
+    assert not warn_of_truncated({**lines, "a": ended})
+    warning = warn_of_truncated({**lines, "a": ended, "b": ended})
+    assert warning.startswith("2 of 6 conversations end at an answer that reached")

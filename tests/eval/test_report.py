@@ -18,7 +18,7 @@ from bench.speed_report import headline as speed_headline
 from bench.speed_report import table as speed_table
 from eval.comparison.compare_table import markdown as comparison_table
 from eval.comparison.curves import curve_table
-from eval.report import markdown, page
+from eval.report import conclude, markdown, page
 from eval.result_files.results import ACCEPTANCE_LENGTH, SPEED_UP, Results, ends_in_loop
 from recipes.cards import card_table
 from tests.doctor.broken_heads import table as broken_table
@@ -60,7 +60,7 @@ SHOWN: list[tuple[str, Callable[[Any], str], str]] = [
     ("measurements/heads", comparison_table, "compare_heads compare_heads_chat"),
     ("measurements/blocks", comparison_table, "compare_blocks compare_blocks_chat"),
     ("measurements/training-runs", comparison_table, "compare_smollm2 compare_smollm2_methods"),
-    ("papers", comparison_table, "compare_sources"),
+    ("measurements/methods", comparison_table, "compare_sources"),
     ("measurements/drafters", comparison_table, "compare_self"),
     ("measurements/data-preparation", comparison_table, "compare_stores compare_stores_chat"),
     ("measurements/long-context", comparison_table, "compare_window"),
@@ -170,6 +170,21 @@ def test_a_busy_machine_is_told_by_cpu_seconds(
     assert (">in CPU seconds<" in page([path])) == shown
     # 2 s over 1.6 s by the clock, 1 s over 0.4 s of the CPU
     assert ("| 1.25 × | 2.50 × |" in text) == shown
+
+
+def test_the_conclusion_names_the_fastest(tmp_path: Path) -> None:
+    """By speedup at each temperature; where nothing helps, it says what to do."""
+    rows = []
+    for temperature, seconds in ((0.0, 0.5), (1.0, 1.6)):
+        for name, taken in (("none", 1.0), ("x", seconds), ("y", 2 * seconds)):
+            rows.append(make_row(name, 5, taken, temperature=temperature))
+    path = write_lines(tmp_path / "r.jsonl", [{"run": {"commit": "c"}}, *rows])
+    greedy, sampled = conclude(path).splitlines()
+    assert greedy == "T = 0: fastest is x 2.00 ×, then y 1.00 ×"
+    assert sampled.startswith(
+        "T = 1: no drafter is faster than plain decoding (x 0.62 ×, y 0.31 ×)"
+    )
+    assert "eval.temperatures=[1]" in sampled
 
 
 def test_newest_run_is_reported(tmp_path: Path) -> None:
