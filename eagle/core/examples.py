@@ -298,7 +298,7 @@ def token_counts(sequences: Iterable[Tensor], vocab_size: int) -> Tensor:
                 f"token {int(tokens.max())} is supervised, the target's vocabulary has {vocab_size}: "
                 "the tokenizer is not this target's"
             )
-        counts.index_add_(0, tokens, torch.ones_like(tokens))
+        counts.index_add_(0, tokens, counts.new_ones(len(tokens)))
     return counts
 
 
