@@ -139,11 +139,11 @@ def run_engine(
     job: Job, engine: str, environment: Path, target: Target, work: Path, folder: Path
 ) -> dict[str, Any]:
     """Run the engine on the head that was exported to `folder`, and return version, answers and stop tokens."""
-    # an engine that reads text adds this token by itself
-    start = target.tokenizer.bos_token or ""
     values = {
         "prompts": job.prompts,
-        "texts": [target.tokenizer.decode(prompt).removeprefix(start) for prompt in job.prompts],
+        "texts": [target.tokenizer.decode(prompt) for prompt in job.prompts],
+        # an engine that reads text may add this token by itself
+        "start": target.tokenizer.bos_token or "",
         "new_tokens": job.new_tokens,
         "dtype": job.dtype,
         "depth": job.budget.depth,

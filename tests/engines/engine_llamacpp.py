@@ -140,7 +140,11 @@ def answers(job: dict[str, Any]) -> dict[str, Any]:
 
     rows: list[dict[str, Any]] = []
     stops: list[int] = []
-    for text in job["texts"]:
+    for prompt, whole in zip(job["prompts"], job["texts"], strict=True):
+        text = whole
+        if tokenize(target, whole) != prompt:
+            # the engine adds the start token by itself
+            text = whole.removeprefix(job["start"])
         row, stops = answer(job, (*models, "--spec-type", kind), text)
         rows.append({"prompt": tokenize(target, text), **row})
 
