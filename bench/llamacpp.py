@@ -62,12 +62,14 @@ def measure(args: argparse.Namespace, work: Path) -> Iterator[dict[str, Any]]:
     target = Target.load(args.target, dtype="bfloat16")
     head = load_drafter(args.head, target)
     file = convert_head(args.engine, args.head, target, args.target, work)
+    # of the engine's own program: the target is read from GGUF, the head in bf16
     drafted = ["-md", str(file), "--spec-type", "draft-eagle3", "--spec-draft-n-max", str(CHAIN)]
     arms = {"llama.cpp": PLAIN.split(), "llama.cpp, eagle3": drafted}
     conversations = list(read_conversations(args.prompts))[: args.count]
     for conversation in progress(conversations, "prompts", len(conversations), unit="prompts"):
         prompt = target.chat([conversation.messages[0]])
         text = target.tokenizer.decode(prompt)
+        # the arms take turns, so that other work on the machine disturbs all of them alike
         for name, options in arms.items():
             tokens, seconds = measure_llamacpp(
                 args.engine, ["-m", str(args.gguf), *options], text, args.new_tokens
@@ -105,6 +107,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--out", type=Path, default=Path("runs/llamacpp_speed.json"))
     args = parser.parse_args(argv)
+    # as llama.cpp gets
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as work:
         rows = list(measure(args, Path(work)))

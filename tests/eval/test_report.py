@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from bench.machine import machine_line
+from bench.llamacpp import table as llamacpp_table
 from bench.rehearsal import table as rehearsal_table
 from bench.speed_report import headline as speed_headline
 from bench.speed_report import table as speed_table
@@ -49,7 +50,8 @@ SHOWN: list[tuple[str, Callable[[Any], str], str]] = [
     ("../README", speed_headline, "smollm2_speed"),
     ("measurements/decoding-speed", speed_table, SPEED),
     ("measurements/decoding-speed", speed_machine, SPEED),
-    ("measurements/serving", engines_table, "engines engines_newest"),
+    ("measurements/serving", engines_table, "engines engines_newest engines_smollm2"),
+    ("measurements/serving", llamacpp_table, "llamacpp_speed"),
     ("measurements/serving", broken_table, "broken_heads"),
     ("versions", source_table, "layout_sources"),
     ("versions", proven_table, "proven"),
