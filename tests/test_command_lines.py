@@ -118,6 +118,7 @@ WRONG: dict[str, list[str]] = {
     "bench/invariance.py": [GONE, f"{GONE} --dtype float64"],
     "bench/speed_tables.py": [GONE, f"{GONE} --dtype float16"],
     "bench/rehearsal.py": ["--size unknown", "--methods unknown", "--folder ."],
+    "bench/llamacpp.py": ["a b c", f"{GONE} b c d --prompts {GONE}"],
     "bench/train_speed.py": ["--rounds few", "--dtypes unknown"],
 }
 # commands that do something without arguments

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
-from bench.machine import machine_line
 from bench.llamacpp import table as llamacpp_table
+from bench.machine import machine_line
 from bench.rehearsal import table as rehearsal_table
 from bench.speed_report import headline as speed_headline
 from bench.speed_report import table as speed_table
@@ -61,7 +61,11 @@ SHOWN: list[tuple[str, Callable[[Any], str], str]] = [
     ("measurements/on-policy", comparison_table, "compare_on_policy compare_on_policy_chat"),
     ("measurements/heads", comparison_table, "compare_heads compare_heads_chat"),
     ("measurements/blocks", comparison_table, "compare_blocks compare_blocks_chat"),
-    ("measurements/training-runs", comparison_table, "compare_smollm2 compare_smollm2_methods"),
+    (
+        "measurements/training-runs",
+        comparison_table,
+        "compare_smollm2 compare_smollm2_methods compare_smollm2_curve",
+    ),
     ("measurements/methods", comparison_table, "compare_sources"),
     ("measurements/drafters", comparison_table, "compare_self"),
     ("measurements/data-preparation", comparison_table, "compare_stores compare_stores_chat"),
