@@ -108,7 +108,7 @@ def measure_costs(
     # the costs at each batch size, with the seconds outside of forwards; the first holds those of larger batches
     measured = []
     for batch in costs.by_batch_size:
-        # one prompt for each row of the batch; as many as the batch size
+        # one prompt for each row of the batch
         rows = [prompts[i % len(prompts)] for i in range(batch.batch_size)]
         timed = time_cycles(
             costs,

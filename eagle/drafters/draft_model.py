@@ -126,17 +126,15 @@ class DraftModel(TrainableDrafter):
         small = Target.load(folder, dtype=target.model.dtype, device=str(target.device))
         settings = DraftModelSettings(layers=small.config.num_hidden_layers)
         drafter = cls(settings, small.config, small.model)
-        if None not in (small.tokenizer, target.tokenizer) and differing_words(
-            small.tokenizer, target.tokenizer
-        ):
+        if None in (small.tokenizer, target.tokenizer):
+            check_vocabulary(small.tokenizer, target.tokenizer, small.vocab_size, target.vocab_size)
+        elif differing_words(small.tokenizer, target.tokenizer):
             drafter.shared = SharedTokens(small.tokenizer, target.tokenizer, small.device)
             print(
                 f"{folder} has another tokenizer than the target: it drafts the {len(drafter.shared.drafts):,} of "
                 f"{target.vocab_size:,} tokens that both have",
                 file=sys.stderr,
             )
-        else:
-            check_vocabulary(small.tokenizer, target.tokenizer, small.vocab_size, target.vocab_size)
         return drafter.bind(target.head)
 
     @property
@@ -205,7 +203,12 @@ class DraftModel(TrainableDrafter):
 
     def clip_to_vocab(self, tokens: Tensor) -> Tensor:
         """Return tokens clipped to the model's vocabulary: targets have unused rows beyond the tokenizer's tokens."""
-        return tokens.clamp(max=self.model.get_input_embeddings().weight.shape[0] - 1)
+        return tokens.clamp(max=self.last_token)
+
+    @property
+    def last_token(self) -> int:
+        """The largest id that the model reads: its embedding may have other rows than its LM head."""
+        return self.model.get_input_embeddings().weight.shape[0] - 1
 
     @torch.no_grad()
     def validate(
@@ -248,7 +251,9 @@ class DraftModel(TrainableDrafter):
         model.reader.check()
         self.as_target = (model,)
         target_size = target_head.weight.shape[0]
-        self.tokens = self.shared or SameTokens(model.vocab_size, target_size, model.device)
+        self.tokens = self.shared or SameTokens(
+            model.vocab_size, target_size, self.last_token, model.device
+        )
         return self.eval()
 
     def open(self) -> ModelState:
@@ -464,7 +469,9 @@ class ModelState:
             committed = update.tokens.tolist()
             self.positions[row] += len(committed)
             self.confirmed[row] += len(self.tokens.spell(committed))
-            depths[row] = self._clamp_depth(row, budgets[row].depth)
+            # the root is read too, maybe as several tokens, of which a draft can do without one
+            more = len(self.tokens.spell([update.root])) - 1
+            depths[row] = self._clamp_depth(row, budgets[row].depth + more) - more
             if depths[row] > 0:
                 new_tokens[row] = [*committed, update.root]
             else:

@@ -30,10 +30,17 @@ BYTE_LEVEL_SPACE = chr(BYTES + HIDDEN.index(ord(" ")))
 class SameTokens:
     """The tokens of a draft model whose ids are the target's, although either may have more of them."""
 
-    def __init__(self, model_size: int, target_size: int, device: torch.device) -> None:
-        """Take the sizes of both vocabularies, M and V, and the draft model's device."""
+    def __init__(self, model_size: int, target_size: int, last: int, device: torch.device) -> None:
+        """Take the sizes of both vocabularies.
+
+        Args:
+            model_size: M, the logits of the draft model.
+            target_size: V.
+            last: The largest id that the draft model reads.
+            device: That of the draft model.
+        """
         self.size = min(model_size, target_size)
-        self.last = model_size - 1
+        self.last = last
         # [D], the target's id of each logit; None for all tokens of the target
         self.drafts = torch.arange(self.size, device=device) if self.size < target_size else None
 
@@ -77,19 +84,19 @@ class SharedTokens:
                 "the draft model and the target have no token in common: expected tokenizers of the same language"
             )
         # [D] each: the target's ids in ascending order, and the draft model's
-        self.drafts, self.own = torch.tensor(shared, device=device).unbind(1)
+        self.drafts, self.model_ids = torch.tensor(shared, device=device).unbind(1)
         # [V], the draft model's id of each token that both have
-        self.own_of = torch.zeros(int(self.drafts[-1]) + 1, dtype=torch.long, device=device)
-        self.own_of[self.drafts] = self.own
-        self.spelled = {token: [own] for token, own in shared}
+        self.model_id_of = torch.zeros(int(self.drafts[-1]) + 1, dtype=torch.long, device=device)
+        self.model_id_of[self.drafts] = self.model_ids
+        self.spelled = {token: [model_id] for token, model_id in shared}
 
     def select(self, logits: Tensor) -> Tensor:
         """Return the draft model's logits [.., M] of the tokens that can be drafted [.., D]."""
-        return logits.index_select(-1, self.own)
+        return logits.index_select(-1, self.model_ids)
 
     def translate(self, tokens: Tensor) -> Tensor:
         """Return drafted tokens, of any shape, as the draft model's ids."""
-        return self.own_of[tokens]
+        return self.model_id_of[tokens]
 
     def spell(self, tokens: Iterable[int]) -> list[int]:
         """Return committed tokens of the target as the draft model reads them: one of them may become several."""

@@ -66,7 +66,7 @@ def validate_sequence(
     choices = torch.zeros_like(tokens)
     choices[slots + 1] = chosen
     descents = {name: _Descent(paths, len(slots), tokens.device) for name, paths in trees.items()}
-    max_depth = max(descent.depth for descent in descents.values())
+    max_depth = max((descent.depth for descent in descents.values()), default=0)
     # A step is judged only while its token is in the answer and the sequence's tokens so far are the target's choices:
     # after any other token the sequence does not tell what the target would choose.
     is_inside = F.pad(supervised, (0, max_depth)).to(tokens.device)
