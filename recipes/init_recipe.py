@@ -146,6 +146,7 @@ def render_recipe(
     key = {
         "eagle1": "loss_vocab",
         "hass": "loss_vocab",
+        "mtp": "loss_vocab",
         "eagle3": "draft_vocab",
         "peagle": "draft_vocab",
     }.get(kind)

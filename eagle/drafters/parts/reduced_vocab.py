@@ -134,6 +134,11 @@ class ReducedVocab:
     register_buffer: Any
     # [D], tokens to which drafting alone is restricted (FR-Spec); training knows nothing of them
     restricted: Tensor | None = None
+    # [D], the `settings.loss_vocab` tokens whose probs the loss compares, which alone are drafted; None for all tokens.
+    # Only heads with `add_loss_tokens` have it. Training counts the tokens at every start, and a file beside the
+    # weights holds them.
+    loss_tokens: Tensor | None
+    settings: Any
     # The target's head, and the same head cut to some tokens, once it is made. They are in a tuple, so that torch does
     # not register the target's modules as parts of this one.
     narrowed: tuple[TargetHead, ...] = ()
@@ -158,6 +163,23 @@ class ReducedVocab:
         if self.own_drafts is not None:
             self.d2t.copy_(tokens - torch.arange(len(tokens)))
             self.t2d[tokens] = True
+
+    def add_loss_tokens(self) -> None:
+        """Register the buffer `loss_tokens` of a head that has the setting `loss_vocab`."""
+        # not persistent, so that the head's weights are those of any other head of its kind
+        self.register_buffer("loss_tokens", None, persistent=False)
+
+    def count_loss_tokens(self, supervised: Iterable[Tensor] | None) -> None:
+        """Set the tokens that the loss of a new head compares: the most frequent supervised ones, or all of them.
+
+        Args:
+            supervised: The supervised tokens of each sequence, needed only if the settings have a `loss_vocab`.
+        """
+        size = self.settings.loss_vocab
+        if size is not None:
+            self.loss_tokens = count_frequent(
+                supervised, size, self.shape.vocab_size, key="drafter.loss_vocab"
+            )
 
     @property
     def own_drafts(self) -> Tensor | None:

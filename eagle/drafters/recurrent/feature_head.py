@@ -29,7 +29,6 @@ from eagle.drafters.parts.objectives import (
     feature_regression,
     step_weights,
 )
-from eagle.drafters.parts.reduced_vocab import count_frequent
 from eagle.drafters.parts.window import Window
 from eagle.drafters.recurrent.unroll import UnrolledDrafter
 
@@ -58,7 +57,6 @@ class FeatureHead(UnrolledDrafter):
     """(feature of token i, token i + 1) -> feature of token i + 1, whose logits name token i + 2."""
 
     settings: FeatureSettings
-    loss_tokens: Tensor | None
     taps = (-1,)
     teacher_taps = (-1,)
     borrows_logits = True
@@ -71,9 +69,7 @@ class FeatureHead(UnrolledDrafter):
         more_blocks = [NormedBlock(shape) for _ in range(1, shape.num_hidden_layers)]
         self.layers = nn.ModuleList([Block(shape), *more_blocks])
         self.rotary = Rotary(shape)
-        # The `settings.loss_vocab` tokens whose probs the loss compares, which alone are drafted. Training counts them
-        # at every start, and a file beside the weights holds them.
-        self.register_buffer("loss_tokens", None, persistent=False)
+        self.add_loss_tokens()
 
     @property
     def parts(self) -> Parts:
@@ -101,10 +97,7 @@ class FeatureHead(UnrolledDrafter):
             {"intermediate_size": settings.intermediate_size} if settings.intermediate_size else {}
         )
         head = cls(settings, head_shape(target_config, **sizes))
-        if settings.loss_vocab is not None:
-            head.loss_tokens = count_frequent(
-                supervised, settings.loss_vocab, head.shape.vocab_size, key="drafter.loss_vocab"
-            )
+        head.count_loss_tokens(supervised)
         return head
 
     @property

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from eagle.core.drafter import HeadShape, Parts, Reads, TargetHead
@@ -90,6 +90,18 @@ class MtpSettings(Section):
     loss: Loss = "cross_entropy"
     # its own MTP layer; where it has none, its last block
     start: Literal["target", "last_block", "random"] = "target"
+    # learn and draft this many tokens, the most frequent supervised ones; null: the whole vocabulary
+    loss_vocab: int | None = Field(default=None, ge=1)
+
+    @model_validator(mode="after")
+    def _check_loss_vocab(self) -> MtpSettings:
+        """Refuse a part of the vocabulary beside a loss of the sequence's own tokens, some of which it lacks."""
+        if self.loss_vocab is not None and self.loss == "tokens":
+            raise ValueError(
+                f"loss_vocab is {self.loss_vocab} and loss is tokens, expected a loss towards the target's probs, as "
+                "cross_entropy: a sequence has tokens outside the most frequent ones; or set loss_vocab to null"
+            )
+        return self
 
 
 class Mtp(UnrolledDrafter):
@@ -112,6 +124,7 @@ class Mtp(UnrolledDrafter):
         self.eh_proj = nn.Linear(2 * width, width, bias=False)
         self.layers = nn.ModuleList([NormedBlock(shape)])
         self.rotary = Rotary(shape)
+        self.add_loss_tokens()
 
     @property
     def parts(self) -> Parts:
@@ -133,16 +146,24 @@ class Mtp(UnrolledDrafter):
             settings: Of the recipe.
             target_config: The target's config.
             target_head: Not used.
-            supervised: Not used.
+            supervised: The supervised tokens of each sequence; with `loss_vocab` in the settings the loss compares
+                probs of the most frequent ones.
             weights: Returns a target's tensor by its name; None for a random head.
         """
+        head = cls._start_head(settings, target_config, weights)
+        head.count_loss_tokens(supervised)
+        return head
+
+    @classmethod
+    def _start_head(cls, settings: MtpSettings, config: Any, weights: Weights | None) -> Mtp:
+        """Return a head with the weights that the setting `start` names; the arguments are those of `for_target`."""
         if weights is None or settings.start == "random":
-            return cls(settings, head_shape(target_config))
-        layout = _find_mtp_layer(weights, target_config) if settings.start == "target" else None
+            return cls(settings, head_shape(config))
+        layout = _find_mtp_layer(weights, config) if settings.start == "target" else None
         # `start` is "last_block", or it is "target" and the target has no MTP layer
         if layout is None:
-            return cls._from_last_block(settings, target_config, weights)
-        return cls._from_mtp_layer(settings, target_config, weights, layout)
+            return cls._from_last_block(settings, config, weights)
+        return cls._from_mtp_layer(settings, config, weights, layout)
 
     @classmethod
     def _from_last_block(cls, settings: MtpSettings, config: Any, weights: Weights) -> Mtp:
@@ -266,13 +287,15 @@ class Mtp(UnrolledDrafter):
         weights = step_weights(unrolled.places, settings.steps, decay=settings.decay)
         weights = weights / sum(settings.decay**step for step in range(settings.steps))
         student = align_steps(self.norm(state) for state in unrolled.states)
+        # student and teacher are compared by the rows of one matrix, all or those of `loss_vocab`
+        lm_head = self.narrow_once(target_head, self.loss_tokens)
         # the target's states or the sequences' tokens, the LM head that maps states to logits, and the divergence
         teacher, teacher_head, objective = choose_teacher(
-            settings.loss, batch, unrolled.places, target_head
+            settings.loss, batch, unrolled.places, lm_head
         )
-        heads = target_head, teacher_head
+        heads = lm_head, teacher_head
         total, step_losses = distillation_loss(
-            student, teacher, weights, heads, objective=objective, dtype=target_head.weight.dtype
+            student, teacher, weights, heads, objective=objective, dtype=lm_head.weight.dtype
         )
         return {
             "total": total,
