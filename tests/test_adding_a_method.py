@@ -1,4 +1,4 @@
-"""The method on docs/guides/own-method.md takes the way that the page describes: checks, training, measuring, export.
+"""The method on docs/guides/own-method.md takes the way that the pages describe: checks, training, measuring, export.
 
 Faults that are planted in this method are in tests/conformance/test_planted_methods.py.
 """
@@ -35,21 +35,25 @@ from tests.documents import ROOT, blocks, commands
 from tests.recipes import test_recipes
 
 PAGE = ROOT / "docs/guides/own-method.md"
+# how to export and to contribute the method
+REFERENCE = ROOT / "docs/reference/methods.md"
 (METHOD,) = [text for text in blocks(PAGE, "python") if "class Recurrent(" in text]
-(LAYOUT,) = [text for text in blocks(PAGE, "python") if "def layout(" in text]
+(LAYOUT,) = [text for text in blocks(REFERENCE, "python") if "def layout(" in text]
 (OUTSIDE,) = [text for text in blocks(PAGE, "yaml") if text.startswith("# recurrent.yaml")]
 # of a method that was contributed
 RECIPE = OUTSIDE.replace("kind: recurrent.py:Recurrent", "kind: recurrent")
-(ROW,) = blocks(PAGE, "markdown")
+(ROW,) = blocks(REFERENCE, "markdown")
 # what needs no model of the reader's, then the export
 VERBS = ("eagle extract", "eagle train", "eagle measure", "eagle export")
 COMMANDS = [
     line
-    for line in [*commands(PAGE), *"".join(blocks(PAGE, "sh")).splitlines()]
+    for line in [*commands(PAGE), *"".join(blocks(REFERENCE, "sh")).splitlines()]
     if line.startswith(VERBS) and "--verify" not in line
 ]
 # the lines that a reader adds to the registries of engines and of methods
-(ENGINE, _), (KIND, CLASS) = re.findall(r'^\+ +"(\w+)": (\w+),$', PAGE.read_text(), re.MULTILINE)
+(ENGINE, _), (KIND, CLASS) = re.findall(
+    r'^\+ +"(\w+)": (\w+),$', REFERENCE.read_text(), re.MULTILINE
+)
 STAGES: dict[str, Callable[[list[str]], None]] = {
     "extract": extract,
     "train": train,
@@ -124,8 +128,8 @@ def test_the_example_keeps_to_the_rules_of_its_places(
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    assert recipe in PAGE.read_text()
-    assert f"| `{module}` | the method |" in PAGE.read_text()
+    assert recipe in REFERENCE.read_text()
+    assert f"| `{module}` | the method |" in REFERENCE.read_text()
     # the project's own tests of recipes and rows, in a folder with the page's files alone
     monkeypatch.setattr(test_recipes, "ROOT", tmp_path)
     test_recipes.test_every_method_has_a_row_among_the_papers_and_a_recipe(KIND)
