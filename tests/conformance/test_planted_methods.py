@@ -18,12 +18,8 @@ from eagle.formats.layout import Layout, tensors_of
 from tests.outside_methods import METHOD
 
 # lines of the method in docs/guides/own-method.md that faults replace
-GROWN = """return grow(
-            update.root, target_head.logits(states)[0], level, budget, self.noise, self.length + 1
-        )"""
-VALIDATED = """return validate_batch(
-            batch, states, ([target_head.logits] * deepest, target_head.logits), trees
-        )"""
+GROWN = "return grow(update.root, first, level, budget, self.noise, self.length + 1)"
+VALIDATED = "return validate_batch(batch, states, logits, trees)"
 STATES = "batch.select_taps(self.taps)[slots, 0]"
 MIXED = '''
 from eagle.core.drafter import PerSequenceState
@@ -56,7 +52,7 @@ def shifted_states(count: int) -> dict[str, str]:
 
 FAULTS = {
     "rooted elsewhere": Fault(
-        {"update.root, target_head.logits": "update.root + 1, target_head.logits"},
+        {"update.root, first": "update.root + 1, first"},
         "a tree is rooted",
         "a tree is rooted at 8, expected 7",
     ),
