@@ -183,10 +183,12 @@ def read_report(out: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
 def publish(folder: Path, out: Path) -> None:
     """Move a finished build into place; the old report is removed first and the new one moved last."""
     (out / "target_report.json").unlink(missing_ok=True)
-    shutil.rmtree(out / "target", ignore_errors=True)
     (out / "data").mkdir(exist_ok=True)
-    for name in ("target", "data/train.jsonl", "data/heldout.jsonl", "target_report.json"):
-        os.replace(folder / name, out / name)
+    for path in (folder / "target", *(folder / "data").iterdir(), folder / "target_report.json"):
+        place = out / path.relative_to(folder)
+        # a folder, as of images, cannot be replaced in one step
+        shutil.rmtree(place, ignore_errors=True)
+        os.replace(path, place)
 
 
 def build(folder: Path, begun: Path, settings: dict[str, Any]) -> dict[str, Any]:
