@@ -78,7 +78,7 @@ def draw_taus(lengths: dict[Key, Row]) -> Tensor:
     clusters = group_by_conversation(lengths)
     # all arms in one order, so that a sample is of the same conversations
     sums = column_sums({name: clusters[name] for name in sorted(clusters, key=str)})
-    drawn = torch.cat([sums.sum(0)[None], draw_counts(len(sums), DRAWS, 0) @ sums])
+    drawn = torch.cat([sums.sum(0)[None], draw_counts(len(sums), DRAWS) @ sums])
     return drawn[:, 0] / drawn[:, 1]
 
 
