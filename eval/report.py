@@ -16,7 +16,6 @@ from eval.page.page_acceptance import (
     by_bucket,
     calibration,
     lengths,
-    nodes,
     positions,
     theory,
 )
@@ -309,7 +308,6 @@ SECTIONS = {
     "time": ("Time per cycle", time_split),
     "theory": ("Predicted and measured", theory),
     "calibration": ("Calibration", calibration),
-    "nodes": ("Accepted nodes", nodes),
     "answers": ("Sample answers", answers),
     "lossless": ("Losslessness", losslessness),
 }

@@ -1,4 +1,4 @@
-"""Build the sections on acceptance: by position, task and rule, accepted lengths, theory, calibration, tree nodes."""
+"""Build the sections on acceptance: by position, task and rule, accepted lengths, theory, calibration."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from eval.page.page_parts import (
     table,
 )
 from eval.result_files.buckets import ENOUGH, EVERY, several_buckets
-from eval.result_files.figures import Points, Scale, draw_bars, draw_plot, draw_tree
+from eval.result_files.figures import Points, Scale, draw_bars, draw_plot
 from eval.result_files.results import (
     ACCEPTANCE_LENGTH,
     MODELLED_SPEED_UP,
@@ -43,12 +43,6 @@ Shapes = Counter[tuple[int, int]]  # cycles by accepted tokens and levels of the
 SHARE = Scale(0, 1, percent=True, step=0.2)
 # of equally many drafted tokens
 BINS = 8
-# most used nodes shown
-NODES = 16
-# nodes that a smaller share of the cycles reached are not shown
-RARE = 0.01
-# of a tree that are drawn: more would not fit a phone
-LEVELS = 8
 
 
 def positions(report: ReportData) -> Section:
@@ -244,39 +238,6 @@ def _confidences(group: Group) -> Iterator[tuple[object, float, bool]]:
         for cycle in cycles(answer):
             for confidence, accepted in cycle.get("confidence") or ():
                 yield prompt_key(answer)[:2], confidence, accepted
-
-
-def nodes(report: ReportData) -> Section:
-    """Show where the accepted tokens are in the tree."""
-    figures = []
-    for group in report.drafting:
-        shares = most_used_nodes(group)
-        # a chain is what acceptance by position shows
-        if len(shares) > 1 + max(map(len, shares), default=0):
-            figures.append(draw_tree(f"{group.name}, T = {group.temperature:g}", shares))
-    if not _accepts(report):
-        return _no_acceptance(report)
-    if not figures:
-        return Missing("no siblings are recorded among the accepted tokens")
-    lead = (
-        f"The {NODES} most accepted nodes of the first {LEVELS} levels: in each its rank among its siblings, below it "
-        "the share of cycles that accepted it."
-    )
-    return [tag("p", lead), panels(*figures)]
-
-
-def most_used_nodes(group: Group) -> dict[tuple[int, ...], float]:
-    """Return the most often accepted nodes, by their ranks, as shares of all cycles."""
-    paths = [tuple(cycle["path"]) for cycle in group.cycles if cycle.get("path") is not None]
-    counts: Counter[tuple[int, ...]] = Counter()
-    for path in paths:
-        # an accepted path passes every node on its way
-        counts.update(path[:length] for length in range(min(len(path), LEVELS) + 1))
-
-    # a parent is never rarer than its child, and comes first where they are level: so no node lacks its parent
-    order = sorted(counts, key=lambda path: (-counts[path], len(path), path))
-    common = [path for path in order[: NODES + 1] if counts[path] >= RARE * len(paths)]
-    return {path: counts[path] / len(paths) for path in common}
 
 
 def expected_tokens(alpha: float, gamma: int) -> float:

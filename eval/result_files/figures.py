@@ -16,8 +16,8 @@ from eval.result_files.statistics import Estimate, format_number, format_percent
 # pixels of the narrowest figure, for which labels are set: a wider one has more room between them
 WIDTH = 310
 # pixels around the plotted area; left and right are those of the style sheet, by kind of figure
-LEFT = {"plot": 48, "dots": 14, "tree": 16}
-RIGHT = {"plot": 12, "dots": 20, "tree": 18}
+LEFT = {"plot": 48, "dots": 14}
+RIGHT = {"plot": 12, "dots": 20}
 TOP = 22
 BOTTOM = 36
 # widths of letters in shares of their size, those of wide system fonts
@@ -39,7 +39,6 @@ COLOURS = 6
 Points = Sequence[tuple[float, Estimate]]
 # x in percent of the plotted area, or in pixels as text; y in pixels
 Position = tuple[float | str, float]
-Path = tuple[int, ...]  # ranks among siblings, from the root to a node
 
 
 @dataclass(frozen=True)
@@ -343,80 +342,6 @@ def draw_stack(
             bars.append(bar)
         y += 42
     return _figure(title, "", y + 16, [_columns(scale, 18, y - 4, ""), bars], kind="dots")
-
-
-def draw_tree(title: str, shares: Mapping[Path, float]) -> Html:
-    """Draw a tree from left to right, with each node's rank among its siblings and how often it was accepted.
-
-    Args:
-        title: Stands above the figure, and names it to a screen reader.
-        shares: How often each node was accepted, the root and every node's parent included.
-    """
-    depth = max(map(len, shares))
-    column = 100 / max(depth, 1)
-    positions = {}
-    for path, row in assign_rows(shares).items():
-        positions[path] = (round(len(path) * column, 2), 22 + 36 * row)
-
-    edges = []
-    nodes = []
-    for path, (x, y) in positions.items():
-        # the root has no rank: its token is committed already
-        name = "the last committed token"
-        rank: object = "·"
-        if path:
-            name = f"ranks {', '.join(str(rank + 1) for rank in path)}"
-            rank = path[-1] + 1
-            edges.append(_edge(positions[path[:-1]], (x, y), column, shares[path]))
-        hint = tag("title", f"{name}: {shares[path]:.1%}")
-        circle = tag("circle", hint, cx=f"{x:g}%", cy=y, r=9, class_="node")
-        inside = _text((x, y + 4), rank, "rank", "middle")
-        below = _text((x, y + 20), f"{shares[path]:.0%}", "tick", "middle")
-        nodes.append(tag("g", circle, inside, below))
-
-    height = max(y for _, y in positions.values()) + 26
-    # a path has no percents: its own drawing is stretched to the figure's width
-    stretched = tag(
-        "svg",
-        edges,
-        viewBox=f"0 0 100 {height}",
-        preserveAspectRatio="none",
-        width="100%",
-        height=height,
-    )
-    # edges end at the centres of nodes, so the nodes are drawn over them
-    return _figure(title, "", height, [stretched, nodes], kind="tree")
-
-
-def _edge(
-    start: tuple[float, float], end: tuple[float, float], column: float, share: float
-) -> Html:
-    """Draw the curve from a parent to its child, wider where the target went there more often."""
-    # a cubic curve that leaves and arrives horizontally: both control points lie halfway between the columns
-    u, v = start
-    x, y = end
-    half = column / 2
-    bend = f"M{u:.1f} {v:.1f}C{u + half:.1f} {v:.1f} {x - half:.1f} {y:.1f} {x:.1f} {y:.1f}"
-    return tag("path", d=bend, class_="edge", stroke_width=round(1 + 9 * share, 1))
-
-
-def assign_rows(shares: Mapping[Path, float]) -> dict[Path, int]:
-    """Return a row for each node: a first child stays on its parent's, each sibling opens a new row below."""
-    rows: dict[Path, int] = {(): 0}
-    with_child: set[Path] = set()
-    below = 0
-    # sorted paths are in depth-first order
-    for path in sorted(shares):
-        if not path:
-            continue
-        parent = path[:-1]
-        if parent in with_child:
-            below += 1
-            rows[path] = below
-        else:
-            rows[path] = rows[parent]
-        with_child.add(parent)
-    return rows
 
 
 def _figure(
