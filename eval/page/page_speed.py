@@ -24,7 +24,7 @@ from eval.page.page_parts import (
     table,
     task_of,
 )
-from eval.result_files.figures import Points, Scale, draw_plot, draw_stack
+from eval.result_files.figures import Doublings, Points, Scale, draw_plot, draw_stack
 from eval.result_files.results import (
     ACCEPTANCE_LENGTH,
     CPU_SPEED_UP,
@@ -325,14 +325,6 @@ def mean_milliseconds(group: Group) -> list[tuple[str, float]]:
         total = sum(seconds.get(part, 0.0) for seconds in timed)
         means.append((part, 1000 * total / len(timed)))
     return means
-
-
-class Doublings(Scale):
-    """An axis of logarithms to base 2 that shows the numbers themselves."""
-
-    def format(self, value: float) -> str:
-        """Return the number whose logarithm this is."""
-        return f"{2**value:g}"
 
 
 def batches(report: ReportData) -> Section:

@@ -103,6 +103,17 @@ class Scale:
         return f"{value:g}"
 
 
+@dataclass(frozen=True)
+class Doublings(Scale):
+    """An axis of logarithms to base 2 that shows the numbers themselves, as multiples of `first`."""
+
+    first: float = 1
+
+    def format(self, value: float) -> str:
+        """Return the number whose logarithm this is."""
+        return f"{self.first * 2**value:,.0f}"
+
+
 def legend(names: Mapping[str, int]) -> Html:
     """Draw the colour and shape of each series beside its name."""
     chips = []
