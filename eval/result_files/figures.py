@@ -204,15 +204,11 @@ def text_width(text: str, size: float) -> float:
 
 
 def _label(name: str, points: Sequence[tuple[int, Estimate]], y: float, unit: str) -> list[Html]:
-    """Write the name of a row, and the value of a single point beside it."""
-    if len(points) != 1:
-        return _heads(name, "", y)
-    [(_, value)] = points
-    return _heads(name, format_number(value, unit), y)
-
-
-def _heads(name: str, value: str, y: float) -> list[Html]:
-    """Write a name at the left and a value at the right; the name is cut where both have no room."""
+    """Write the name of a row, cut where it has no room, and the value of a single point at the right."""
+    value = ""
+    if len(points) == 1:
+        [(_, single)] = points
+        value = format_number(single, unit)
     room = _area("dots") + LEFT["dots"] - text_width(value, 12) - GAP
     return [
         _text((f"-{LEFT['dots']}", y), _shorten(name, room), "label"),
@@ -228,7 +224,6 @@ def draw_plot(
     y: Scale,
     axes: tuple[str, str],
     note: str = "",
-    joined: bool = True,
     diagonal: bool = False,
 ) -> Html:
     """Draw points with vertical intervals.
@@ -240,7 +235,6 @@ def draw_plot(
         y: The values that the height shows.
         axes: The titles of x and y.
         note: A sentence below the title.
-        joined: Whether a line joins the points of a series.
         diagonal: Whether a dashed line shows where x and y are equal.
     """
     height = 226
@@ -257,9 +251,8 @@ def draw_plot(
         finite = [(x(at), value) for at, value in points if isfinite(value.value)]
         drawn = []
         # the line is drawn first, below the points
-        if joined:
-            for (left, before), (right, after) in pairwise(finite):
-                drawn.append(_line((left, y(before.value)), (right, y(after.value)), "trace"))
+        for (left, before), (right, after) in pairwise(finite):
+            drawn.append(_line((left, y(before.value)), (right, y(after.value)), "trace"))
         for at, value in finite:
             hint = format_number(value)
             if y.percent:
@@ -267,10 +260,8 @@ def draw_plot(
             positions = [(at, y(figure)) for figure in value]
             drawn.append(_point(series_index, value, positions, hint))
 
-        aside = 0.0
-        if joined:
-            # side by side, so that intervals at the same value do not hide each other
-            aside = 3 * (i - (len(series) - 1) / 2)
+        # side by side, so that intervals at the same value do not hide each other
+        aside = 3 * (i - (len(series) - 1) / 2)
         moved = f"translate({aside} 0)"
         parts.append(tag("g", drawn, class_=_colour(series_index), transform=moved))
     return _figure(title, note, height, parts)
@@ -318,41 +309,6 @@ def draw_bars(
     parts = _axes(x, y, height, axes)
     parts.append(tag("g", bars, class_=_colour(series)))
     return _figure(title, note, height, parts)
-
-
-def draw_stack(
-    title: str, rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], unit: str
-) -> Html:
-    """Draw a bar for each name, cut into parts.
-
-    Args:
-        title: Stands above the figure, and names it to a screen reader.
-        rows: A name, and its parts as name and value. A part's name is a class of the style sheet.
-        unit: What stands after every number.
-    """
-    totals = []
-    for _, values in rows:
-        totals.append(sum(value for _, value in values))
-    scale = Scale.over(totals)
-
-    bars = []
-    # the top of the next row, in pixels
-    y = 0.0
-    for (name, values), total in zip(rows, totals, strict=True):
-        bars += _heads(name, f"{total:.3g} {unit}", y + 14)
-        done = 0.0
-        for part, value in values:
-            left = scale(done)
-            done += value
-            # the smallest part stays visible
-            width = max(round(scale(done) - left, 2), 0.3)
-            hint = tag("title", f"{name}: {part} {value:.3g} {unit}")
-            bar = tag(
-                "rect", hint, x=f"{left:g}%", y=y + 20, width=f"{width:g}%", height=12, class_=part
-            )
-            bars.append(bar)
-        y += 42
-    return _figure(title, "", y + 16, [_columns(scale, 18, y - 4, ""), bars], kind="dots")
 
 
 def _figure(

@@ -17,7 +17,6 @@ from eval.result_files.figures import (
     draw_bars,
     draw_dots,
     draw_plot,
-    draw_stack,
     text_width,
 )
 from eval.result_files.statistics import Estimate
@@ -57,7 +56,6 @@ CASES = {
     "speeds": draw_plot(
         "t", [], x=Scale(0, 99999), y=Scale(0, 99999), axes=("predicted", "measured")
     ),
-    "stack": draw_stack("t", [(name, [("draft", 54321.0)]) for name in NAMES], "ms"),
 }
 
 

@@ -50,8 +50,6 @@ FIGURES = {
     "task": 4,
     "position": 4,
     "length": 6,
-    "time": 2,
-    "theory": 2,
     "calibration": 2,
     "answers": 2,
     "context": 2,
@@ -238,7 +236,7 @@ def test_no_section_is_empty_or_a_single_point(tmp_path: Path) -> None:
             assert re.search("<figure|<table|<li|<dl|identical to plain", section), (case, section)
         # all but bars and answers draw marks
         for figure in re.findall(r"<figure>.*?</figure>", source, re.DOTALL):
-            drawn = len(re.findall('class="(?:point|bar|kept|own|target)"', figure))
+            drawn = len(re.findall('class="(?:point|bar|kept|own)"', figure))
             assert drawn > 1, (case, figure)
 
 
@@ -391,8 +389,7 @@ def test_lengths_and_time_are_means_over_cycles(groups: Groups) -> None:
         fmean(sum(cycle["seconds"].values()) for cycle in groups[name, 0.0].cycles)
         for name in ("eagle1", "none")
     )
-    milliseconds = [value for _, value in mean_milliseconds(group)]
-    assert sum(milliseconds) == pytest.approx(1000 * drafting)
+    assert sum(mean_milliseconds(group)) == pytest.approx(1000 * drafting)
     assert break_even(group) == pytest.approx(drafting / plain)
 
 
