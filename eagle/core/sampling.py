@@ -102,24 +102,23 @@ OFF |= {
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the target samples: transformers' warpers in transformers' order, and the seed of its noise.
+    """How the target samples. The settings have the names and the order of transformers.
 
-    Drafting keeps the target's distribution, except with `typical` (typical acceptance, by its epsilon and delta) or
-    with a `lenience` below 1: both are LOSSY, and the output then depends on the drafter.
+    Drafts do not change the output's distribution, except with `typical` or with a `lenience` below 1, which are LOSSY.
     """
 
-    temperature: float = 0.0  # 0 takes the likeliest token
-    top_k: int = 0  # sample from so many of the likeliest tokens; 0 from all
-    top_p: float = 1.0  # sample from the likeliest tokens of this total probability
-    min_p: float = 0.0  # sample from tokens at least this likely, relative to the likeliest
-    repetition_penalty: float = 1.0  # of tokens that the sequence holds already; 1 is none
-    seed: int = 0  # of the noise
-    request: int = 0  # number of the sequence: sequences with one seed have noise of their own
-    # of verification, for sampled drafts: each token by itself, or whole paths, which accepts at least as many
+    temperature: float = 0.0  # 0 is greedy
+    top_k: int = 0  # sample only from this many of the most probable tokens; 0: from all
+    top_p: float = 1.0  # sample only from the most probable tokens with this total probability
+    min_p: float = 0.0  # minimum probability of a token, relative to the most probable one
+    repetition_penalty: float = 1.0  # penalty for tokens that are in the sequence; 1: none
+    seed: int = 0  # seed of the random numbers
+    request: int = 0  # number of the sequence: with one seed, each number has other random numbers
+    # how sampled drafts are verified: token by token, or as whole paths, of which at least as many tokens are accepted
     rule: Literal["token", "block"] = "token"
     # LOSSY: with either of these the output does not follow the target's distribution
     lenience: float = 1.0  # LOSSY below 1
-    # LOSSY: typical acceptance, by its epsilon and delta
+    # LOSSY: typical acceptance with (epsilon, delta)
     typical: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
@@ -182,10 +181,10 @@ class Sampling:
 
         Args:
             processors: Each at most once, in transformers' order.
-            fields: Further fields of the sampling, as the seed. The temperature is 1 if no processor sets it.
+            fields: Other fields of the sampling, such as the seed. The temperature is 1 if no processor sets it.
 
         Raises:
-            ValueError: For processors or options of theirs that no sampling has.
+            ValueError: For processors or options that `Sampling` does not support.
         """
         if isinstance(processors, (str, bytes)) or not isinstance(processors, Iterable):
             raise ValueError(

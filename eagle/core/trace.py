@@ -19,17 +19,17 @@ GREEN = "#2da44e"  # legible on a white and on a dark page
 
 @dataclass(frozen=True, slots=True)
 class Cycle:
-    """One cycle of one sequence: the proposed tree, the accepted nodes, and the seconds of each part of the cycle."""
+    """One cycle of one sequence: the proposed tree, the accepted nodes, and the time of each part."""
 
-    # without its `draft_probs`, which take much memory
+    # the proposed tree, without `draft_probs`, which would need much memory
     tree: DraftTree = field(compare=False, repr=False)
     kept: tuple[int, ...]  # accepted nodes of the tree, without the root
-    committed: int  # new tokens of the answer, after cutting at a stop
-    context: int  # tokens in the target's cache before the cycle
-    # "draft", "target", "verify" and "other"; all sequences of a batch share them. None without timing
+    committed: int  # number of new tokens of the answer, up to a stop
+    context: int  # number of tokens in the target's KV cache before the cycle
+    # seconds of "draft", "target", "verify" and "other", for the whole batch; None without timing
     seconds: dict[str, float] | None = None
-    number: int = field(default=0, compare=False)  # the index of the cycle in its decoding
-    rows: int = field(default=1, compare=False)  # sequences that the cycle decoded in a batch
+    number: int = field(default=0, compare=False)  # index of the cycle
+    rows: int = field(default=1, compare=False)  # number of sequences in the batch
 
     @property
     def nodes(self) -> int:
@@ -81,10 +81,10 @@ class Trace:
     prompt: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     cycles: list[Cycle] = field(default_factory=list)
-    finish: str = "running"  # at the end "stop", "length", or "error"
+    finish: str = "running"  # why it ended: "stop", "length" or "error"
     tokenizer: Any = field(default=None, repr=False)
     stop_string: str | None = None  # the stop string that ended the answer
-    # the error that ended this sequence alone, while others of the batch went on
+    # the error that ended this sequence, but not the others of the batch
     error: Exception | None = field(default=None, compare=False)
 
     def __repr__(self) -> str:
@@ -124,10 +124,10 @@ class Trace:
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens committed per cycle, which is one target forward; 0 without cycles.
+        """Mean number of tokens per cycle, usually one forward pass of the target; 0 without cycles.
 
-        The token that the target adds after the accepted drafts counts. The prompt's forward, its token, and tokens
-        that were cut off at the end of the answer do not.
+        The token that the target adds to each draft counts. The prefill, its token, and tokens that were cut off at the
+        end of the answer do not.
         """
         if not self.cycles:
             return 0.0

@@ -69,16 +69,16 @@ def beam_search(
     processors: Iterable[Processor] = (),
     budget: Budget | None = None,
 ) -> BeamResult:
-    """Return the answers of transformers' beam search, `generate(num_beams=...)`, in fewer forwards.
+    """Return the answers of transformers' beam search, `generate(num_beams=...)`, in fewer forward passes.
 
     Args:
-        target: The model whose answers these are.
+        target: The model that answers.
         drafter: Any drafter that does not read the target's cache.
-        prompt: A single prompt, as in `generate`; so are `max_new_tokens` and `stop`.
-        beams: transformers' `num_beams`. `length_penalty`, `early_stopping` and `num_return_sequences` are named as
-            there, too.
-        processors: Functions that change log-probs, as transformers' LogitsProcessor objects do.
-        budget: The most draft nodes of one forward, over all beams together; they are spread evenly over the levels.
+        prompt: A single prompt. It has the types of `generate`, as have `max_new_tokens` and `stop`.
+        beams: Number of beams, `num_beams` in transformers. `length_penalty`, `early_stopping` and
+            `num_return_sequences` are as in transformers.
+        processors: Functions that change log-probs, such as transformers' LogitsProcessor objects.
+        budget: Maximum number of draft tokens of all beams in one forward pass, spread evenly over the levels.
     """
     # everything is checked before a forward runs
     tokens = token_ids(prompt)

@@ -235,7 +235,7 @@ def _write(
 
 
 class NewTokens(list[int]):
-    """New tokens of an answer, as a list of ids; `text` is what they add to its text."""
+    """New tokens of an answer, as a list of ids."""
 
     def __init__(self, tokens: Iterable[int], answer: _AnswerText, index: int) -> None:
         """Hold new tokens, whose text is decoded only if it is asked for.
@@ -251,10 +251,10 @@ class NewTokens(list[int]):
 
     @property
     def text(self) -> str:
-        """The text that these tokens complete. The texts of all tokens of an answer, joined, are `Trace.text`.
+        """The text that these tokens add to the answer. Joined, all these texts are `Trace.text`.
 
-        A character is returned with its last token. Text that may be the beginning of a stop string is returned once it
-        is known not to be.
+        A character of several tokens is returned with its last token. Text that may be the start of a stop string is
+        held back until this is certain.
         """
         return self._answer.piece(self._index)
 

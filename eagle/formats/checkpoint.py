@@ -427,14 +427,14 @@ def load_drafter(
     trust_code: bool = False,
     **options: Any,
 ) -> Drafter:
-    """Load a drafter for a target, which is bound to it and ready to draft.
+    """Load a drafter for a target.
 
     Args:
-        name: A folder or hub id (trained head, table of counts, language model) or a method's name. Several, in a list
-            or separated by commas, are tried in order until one proposes a draft.
+        name: A folder or hub id (trained head, table of counts, language model) or a method's name. For each draft,
+            several drafters, in a list or separated by commas, are tried in order until one proposes tokens.
         target: The model that the drafter drafts for.
-        revision: The revision of a head on the hub.
-        trust_code: Whether a head may bring the file of its method, which is run.
+        revision: Branch, tag or commit of a head on the hub.
+        trust_code: Whether the file `method.py` in a head's folder may run.
         options: What methods without weights take. A head that borrows the target's LM head takes `draft_vocab`, a
             file of `eagle prepare --only draft-vocab`: it then drafts these tokens alone, without logits of others. A
             head trained with `drafter.loss_vocab` drafts the tokens that it was trained on, or with "all" all tokens.

@@ -48,7 +48,7 @@ from eagle.target.weights.weight_mark import ModelMark, WeightMark
 
 
 class Target(ChatMixin):
-    """A causal language model that can read draft trees; `open` gives a state for the sequences decoded with it."""
+    """A causal language model that can verify draft trees."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Target(ChatMixin):
         Args:
             model: a causal language model of transformers.
             tokenizer: its tokenizer; only `chat`, stop strings and text output need one.
-            processor: what prepares images for it.
+            processor: its processor for images.
             invariant: as in `load`.
         """
         self.model = check_model(model).eval().requires_grad_(False)
@@ -221,22 +221,22 @@ class Target(ChatMixin):
         """Load a target from a folder or a hub id.
 
         Args:
-            path: the folder, the id, or a GGUF file: one on disk, or `owner/name:file.gguf` of the hub.
-            dtype: of the weights; "auto" is bf16 where the device multiplies in it.
-            device: where it runs.
+            path: the folder, the id, or a GGUF file (a path, or `owner/name:file.gguf` for one on the hub).
+            dtype: dtype of the weights; "auto" is bf16 if the device supports it.
+            device: device of the model.
             device_map: as in transformers' `from_pretrained`.
-            revision: of a hub id.
-            trust_remote_code: whether code of the model's repository may run.
-            adapter: a folder or a hub id of an adapter, which is merged.
-            packed: hold the weights of linears on a CPU in a layout that is faster to read; by default in bf16 alone,
-                as in fp32 forwards of one token are then slower.
-            images: load the class that sees where the model's type has one for text alone, too.
-            invariant: read in bf16 and fp16 so that the bits of a token's logits depend on neither the number of tokens
-                in a forward nor the others of a batch; only then drafted output equals plain decoding token by token.
-                By default on a CPU. It costs most after long contexts (docs/lossless.md); fp32 needs none of it.
+            revision: branch, tag or commit of a hub id.
+            trust_remote_code: whether code from the model's repository may run.
+            adapter: a folder or a hub id of a LoRA adapter, which is merged into the model.
+            packed: store the weights on a CPU in a layout for faster verification. By default only in bf16, because
+                in fp32, forward passes over one token get slower.
+            images: load the class with vision, for models that also have a text-only class.
+            invariant: in bf16 and fp16, use batch-invariant kernels, with which the output is exactly that of plain
+                decoding. This is the default on a CPU. It makes forward passes slower (docs/lossless.md). In fp32, it
+                is not needed.
 
         Returns:
-            The target, with its tokenizer and its image processor if there are any.
+            The target, with its tokenizer and its image processor, if it has one.
         """
         if not isinstance(path, (str, Path)) or not str(path):
             raise ValueError(
@@ -269,10 +269,9 @@ class Target(ChatMixin):
     from_pretrained = load
 
     def with_adapter(self, path: str | Path) -> Target:
-        """Return a target that reads with a LoRA or DoRA adapter over this target's weights, without changing them.
+        """Return a target that shares this target's weights and applies a LoRA or DoRA adapter to them.
 
-        Any number of such targets share the weights. Each keeps its own sequences, so that they and this target may
-        decode in turns.
+        Any number of such targets can share the weights. They and this target may decode in turns.
 
         Args:
             path: a folder or a hub id of the adapter.
@@ -385,9 +384,9 @@ class Target(ChatMixin):
             self.spare = state
 
     def forget(self) -> None:
-        """Drop the sequence kept from the last closed state.
+        """Drop the KV cache that the target keeps for the next prompt.
 
-        It is dropped by itself when weights change, except by writes through `weight.data`, which leave no trace.
+        Call this after you change weights through `weight.data`. Other changes of weights are detected.
         """
         self.spare = None
 
@@ -488,13 +487,13 @@ class Target(ChatMixin):
         dtype: torch.dtype | None = None,
         media: Mapping[str, Any] | None = None,
     ) -> Tensor:
-        """Return the hidden states from which a head learns, by one forward over whole sequences without a cache.
+        """Return the hidden states from which a head learns, in one forward pass over whole sequences.
 
         Args:
             tokens: [B, T], B sequences of up to T tokens, right-padded.
             taps: indices of L layers whose inputs are returned; -1 is the LM head's input.
-            dtype: of the states; None: the model's.
-            media: for a single sequence with images, what a processor gave except the tokens.
+            dtype: dtype of the states; by default the model's.
+            media: for a single sequence with images, the processor's output without the tokens.
 
         Returns:
             [B, T, L, D], the tapped states.

@@ -1,4 +1,4 @@
-"""EAGLE-1 (Li et al. 2024, arXiv 2401.15077): one Llama block that continues the target's last features."""
+"""EAGLE-1 (Li et al. 2024, arXiv 2401.15077): one decoder block that continues the target's last states."""
 
 from __future__ import annotations
 

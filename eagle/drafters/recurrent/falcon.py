@@ -1,4 +1,4 @@
-"""Falcon (Gao et al. 2024, arXiv 2412.12639): one forward over a block of k slots predicts the next k tokens."""
+"""Falcon (Gao et al. 2024, arXiv 2412.12639): one forward pass over a block of k slots predicts k tokens."""
 
 # B or M sequences, T tokens, S supervised slots, N slots of all sequences, A blocks of k slots, H hidden, V vocabulary
 # R = k * A rows: the slots of all blocks
@@ -55,15 +55,16 @@ class FalconSettings(Section):
     """Settings of the head in a recipe."""
 
     kind: Literal["falcon"] = "falcon"
-    k: int = Field(2, ge=2, le=MOST_LEVELS)  # slots of a block, which one forward reads
-    levels: int = Field(8, ge=1, le=MOST_LEVELS)  # levels that are drafted, one token each
-    # share of wrong slots that read the answer, at the start
+    k: int = Field(2, ge=2, le=MOST_LEVELS)  # number of tokens per forward pass of the head
+    levels: int = Field(8, ge=1, le=MOST_LEVELS)  # number of drafted levels
+    # share of wrongly predicted slots that read their true token, at the start of training
     glance_from: float = Field(0.45, ge=0, lt=1)
-    glance_to: float = Field(0.1, ge=0, lt=1)  # the same share at the end of training
-    dropout: float = Field(0.1, ge=0, lt=1)  # between the gates
-    noise: float = 0.1  # noise U(-noise, noise) * 512 / T on features in training, T at least 512
-    regression: float = 1.0  # weight of Smooth-L1 between its features and the target's
-    cross_entropy: float = 0.1  # weight of the cross-entropy with the target's probs
+    glance_to: float = Field(0.1, ge=0, lt=1)  # this share at the end of training
+    dropout: float = Field(0.1, ge=0, lt=1)  # dropout between the gates
+    # training noise on the features, U(-noise, noise) * 512 / T for T tokens, with T at least 512
+    noise: float = 0.1
+    regression: float = 1.0  # weight of the Smooth-L1 loss between predicted and true features
+    cross_entropy: float = 0.1  # weight of the cross-entropy with the target's probabilities
 
 
 class Gate(nn.Linear):

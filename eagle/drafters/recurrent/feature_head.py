@@ -40,16 +40,19 @@ class FeatureSettings(BaseModel):
     """Settings of any head with this network in a recipe."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    fc_bias: bool = True  # a bias in the layer that joins token and feature; vLLM has none
-    noise: float = 0.1  # noise U(-noise, noise) * 512 / T on features in training, T at least 512
-    noise_as_published: bool = False  # T as it is: sequences of 16 tokens get 32 times the noise
-    # of its MLP; by default the target's, but for mixtures of experts
+    # bias in `fc`, the layer that combines token and feature; set it to false for vLLM
+    fc_bias: bool = True
+    # training noise on the features, U(-noise, noise) * 512 / T for T tokens, with T at least 512
+    noise: float = 0.1
+    # in `noise`, use the true T; a sequence of 16 tokens then gets 32 times the noise
+    noise_as_published: bool = False
+    # MLP width; by default the target's (set it for mixtures of experts)
     intermediate_size: int | None = None
-    # {sinks: S, recent: R}: attend to the first S and the latest R tokens only
+    # {sinks: S, recent: R}: attend only to the first S and the latest R tokens
     window: Window | None = None
-    regression: float = 1.0  # weight of Smooth-L1 between its features and the target's
-    cross_entropy: float = 0.1  # weight of the cross-entropy with the target's probs
-    # learn and draft this many tokens, the most frequent supervised ones; null: the whole vocabulary
+    regression: float = 1.0  # weight of the Smooth-L1 loss between predicted and true features
+    cross_entropy: float = 0.1  # weight of the cross-entropy with the target's probabilities
+    # learn and draft only this many tokens, the most frequent supervised ones; null: all
     loss_vocab: int | None = Field(default=None, ge=1)
 
 

@@ -32,20 +32,22 @@ from eagle.target.weights.packed import PackedHead, pack_head
 class FusedSettings(Section):
     """Settings of such a network in a recipe."""
 
-    # layers whose inputs it reads; by default 2, the middle one, the last but two
+    # layers whose inputs the head reads; by default layer 2, the middle layer and the third layer from the end
     taps: tuple[int, ...] | None = None
-    # so many of the most frequent tokens, or a file of data_prep.draft_vocab
+    # draft only this many tokens, the most frequent ones, or those in a file; null: all
     draft_vocab: int | str | None = None
-    lm_head: Literal["target", "random"] = "target"  # what its LM head starts from
-    train_lm_head: bool = True  # train its LM head
-    # what half of them start as: from random, few find their own token
+    # initial weights of the LM head: the target's, or random
+    lm_head: Literal["target", "random"] = "target"
+    train_lm_head: bool = True  # train the LM head
+    # initial query weights: half of them as twice the key weights, or all random
     queries: Literal["keys", "random"] = "keys"
-    # how its other linear layers start: as torch draws them, or "normal": N(0, 0.02)
+    # initial weights of the other linear layers: PyTorch's default, or "normal": N(0, 0.02)
     linears: Linears = "uniform"
-    fc_norm: bool = False  # EAGLE-3.1: a norm on each tap
-    norm_before_residual: bool = False  # attention is added to the normed state
-    loss: Kind = "cross_entropy"  # how far its probs are from the target's
-    # of its MLP; by default the target's, but for mixtures of experts
+    fc_norm: bool = False  # EAGLE-3.1: normalise each tap
+    # the residual connection around attention starts from the normalised state
+    norm_before_residual: bool = False
+    loss: Kind = "cross_entropy"  # divergence from the target's probabilities
+    # MLP width; by default the target's (set it for mixtures of experts)
     intermediate_size: int | None = None
 
 

@@ -83,14 +83,16 @@ class MtpSettings(Section):
     """Settings of the head in a recipe."""
 
     kind: Literal["mtp"] = "mtp"
-    steps: int = Field(3, ge=1)  # that it is trained to go on from its own states
-    decay: float = Field(0.6, gt=0, le=1)  # of a step's weight; weights add up to 1
-    hidden_first: bool = False  # eh_proj reads the state before the token, as MiMo's does
-    # towards the target's probs, or "tokens": towards the sequence's own tokens
+    steps: int = Field(3, ge=1)  # number of tokens that training drafts from each position
+    # weight of each step in the loss, relative to the step before; the weights sum to 1
+    decay: float = Field(0.6, gt=0, le=1)
+    # the layer's input is the state followed by the embedding, as in MiMo
+    hidden_first: bool = False
+    # `tokens`: cross-entropy with the tokens of the data; otherwise a divergence from the target's probabilities
     loss: Loss = "cross_entropy"
-    # its own MTP layer; where it has none, its last block
+    # initial weights: the target's MTP layer (if there is none, its last decoder block), its last block, or random
     start: Literal["target", "last_block", "random"] = "target"
-    # learn and draft this many tokens, the most frequent supervised ones; null: the whole vocabulary
+    # learn and draft only this many tokens, the most frequent supervised ones; null: all
     loss_vocab: int | None = Field(default=None, ge=1)
 
     @model_validator(mode="after")
