@@ -113,7 +113,7 @@ class Budget:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it allows no draft tokens."""
+        """Whether it allows no draft tokens, so that the target decodes one token at a time."""
         return min(self.nodes, self.depth, self.top_k) == 0
 
     def within(self, levels: int) -> Budget:

@@ -123,7 +123,10 @@ class Batch:
         return self.loss_mask.split(self.lengths)
 
     def select_taps(self, taps: tuple[int, ...]) -> Tensor:
-        """Return the target's hidden states at these taps (layers), [N, len(taps), D]: width D, at each of N tokens."""
+        """Return the target's hidden states at these taps, [N, len(taps), D]: width D, at each of N tokens.
+
+        A tap is the index of a layer of the target, whose input was recorded as a feature.
+        """
         if taps == self.taps:
             return self.features
         return torch.stack([self.features[:, self.taps.index(tap)] for tap in taps], dim=1)
@@ -157,7 +160,7 @@ class Batch:
         """Return the batch with its drafts appended, for a loss on what the head drafted by itself.
 
         Only the slots where a draft starts are supervised, and a draft's steps after the first read the drafted tokens
-        in place of the sequence's.
+        in place of the sequence's. A slot is the index of the token whose target state a draft starts from.
         """
         assert self.drafts is not None
         # A drafts of K tokens each, padding included: slots [A], tokens [A, K], the target's states [A, K, L, D]
@@ -198,12 +201,18 @@ class Batch:
 
 
 def _pin(tensor: Tensor) -> Tensor:
-    """Return a tensor of the host in pinned (page-locked) memory; one on a device as it is."""
+    """Return a host tensor in pinned (page-locked) memory, from which copies to a GPU overlap with computing.
+
+    A tensor on a device is returned as it is.
+    """
     return tensor.pin_memory() if tensor.device.type == "cpu" else tensor
 
 
 def lengths_of(examples: Sequence[Example]) -> list[int]:
-    """Return the number of tokens of each example."""
+    """Return the number of tokens of each example, which decides how examples are packed into batches.
+
+    Examples that are stored on disk have an attribute `lengths`, so that none of them is read.
+    """
     # examples on disk know their lengths without being read
     stored = getattr(examples, "lengths", None)
     if stored is not None:
@@ -212,7 +221,10 @@ def lengths_of(examples: Sequence[Example]) -> list[int]:
 
 
 def count_shared(first: Tensor, second: Tensor) -> int:
-    """Return the number of tokens that two sequences [T] share from their beginning."""
+    """Return the number of tokens that two sequences [T] share from their beginning.
+
+    Two examples of one conversation share a prefix, of which the target then computes features once.
+    """
     length = min(len(first), len(second))
     differing = (first[:length] != second[:length]).nonzero()
     return int(differing[0]) if len(differing) else length
@@ -240,7 +252,8 @@ def gate_mask(mask: Tensor, gate: str) -> Tensor:
     """Return the loss mask that the recipe key `train.gate` asks for, of the same length.
 
     With "predicted" it is the mask itself: a slot counts if the token that it predicts is supervised. With "read" it is
-    shifted by two, as in published code: slot s, which predicts token s + 2, counts if token s is supervised.
+    shifted by two, as in published code: slot s, which reads the target's state at token s and predicts token s + 2,
+    counts if token s is supervised.
 
     Args:
         mask: [T] bool, true at the supervised ones of a sequence's T tokens.
@@ -328,15 +341,18 @@ class Features(Protocol):
     def __len__(self) -> int: ...
 
     def read(self, indices: Sequence[int]) -> list[Example]:
-        """Return the examples at these indices, with their features."""
+        """Return the examples at these indices, with their features.
+
+        They are read from a disk, or computed by a forward of the target.
+        """
         ...
 
     def mask(self, index: int) -> Tensor:
-        """Return the loss mask of an example, [T] bool for T tokens, without its features being read."""
+        """Return the loss mask of an example, [T] bool, true at supervised tokens, without reading its features."""
         ...
 
     def tokens_and_mask(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return the tokens and the loss mask of an example, both [T], without its features being read."""
+        """Return the token ids and the loss mask of an example, both [T], without reading its features."""
         ...
 
 

@@ -246,7 +246,7 @@ def warp(logits: Tensor, sampling: Sampling) -> Tensor:
     """Return logits after temperature, top-k, top-p and min-p, whose softmax the target samples from; -inf if removed.
 
     Args:
-        logits: [N, V], of V tokens at N places, as after N nodes of a tree, after any repetition penalty.
+        logits: [N, V], of V tokens after each of N nodes of a tree; a repetition penalty is applied already.
         sampling: With a temperature above 0.
     """
     # each filter takes its probabilities over the tokens that the one before it has left, as in transformers
@@ -268,6 +268,8 @@ def warp(logits: Tensor, sampling: Sampling) -> Tensor:
 
 def rank_tokens(logits: Tensor, count: int) -> Tensor:
     """Return the tokens of the highest logits, highest first; of equal logits the lowest token id first.
+
+    The order of equal logits is fixed, so that drafts are the same on all devices.
 
     Args:
         logits: [K, V], of V tokens at K places.
@@ -295,6 +297,8 @@ def rank_tokens(logits: Tensor, count: int) -> Tensor:
 
 def _take_lowest(logits: Tensor, values: Tensor, tokens: Tensor) -> Tensor:
     """Return the C best tokens at K places, [K, C]; of the tokens whose logit equals the last of them, the lowest ids.
+
+    torch's `topk` returns any of several equal values; this replaces them by those with the lowest ids.
 
     Args:
         logits: [K, V], of V tokens.

@@ -38,7 +38,7 @@ class Cycle:
 
     @property
     def depth(self) -> int:
-        """The levels of the proposed tree below its root."""
+        """The number of levels of the proposed tree below its root, which is the longest path of draft tokens."""
         return max(self.tree.depths())
 
     @property
@@ -48,7 +48,10 @@ class Cycle:
 
     @property
     def path(self) -> list[int]:
-        """The rank of each accepted token among its siblings, from 0: which of the drafter's proposals was right."""
+        """The rank of each accepted token among its siblings, from 0: which of the drafter's proposals was right.
+
+        Tuning counts these ranks, to find the tree shape with the most accepted tokens.
+        """
         children = self.tree.children()
         edges = pairwise((0, *self.kept))
         return [children[parent].index(node) for parent, node in edges]
@@ -235,7 +238,7 @@ class Spelling:
         return new
 
     def rest(self) -> str:
-        """Return the text of the tokens that are still held back, decoded after the tokens before them."""
+        """Return the text of the tokens that were not returned yet, such as a part of a character."""
         context = self._decode(self.begin, self.end)
         text = self._decode(self.begin, len(self.tokens))
         return text[len(context) :]

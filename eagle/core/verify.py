@@ -112,6 +112,8 @@ class Choose:
     ) -> Tensor:
         """Return the tokens [N] chosen after all nodes of a tree that is on the device, without a transfer.
 
+        Trees that were grown on a device are verified there, and the host waits once a cycle.
+
         Args:
             output: The target's output on the tree.
             tokens: [N], of the tree's N nodes, the root first.
@@ -164,7 +166,11 @@ class Choose:
         return warp(logits, self.sampling)
 
     def offer(self, vocab_size: int, device: torch.device) -> DrafterNoise | None:
-        """Return the noise and filters that the drafter of this request may use; None for a greedy target."""
+        """Return the noise and filters that the drafter of this request may use; None for a greedy target.
+
+        A drafter that adds the target's noise to its own logits proposes the token that the target will sample more
+        often.
+        """
         return None if self.noise is None else DrafterNoise(self, vocab_size, device)
 
     def probs(self, output: TargetOutput, node: int) -> Tensor:
@@ -262,7 +268,7 @@ def verify_rows(rows: Sequence[tuple[TargetOutput, Choose]]) -> list[tuple[list[
 
 
 def _fill_noise(rows: Sequence[tuple[TargetOutput, Choose]]) -> None:
-    """Make and cache the noise of all sampled rows at once, which `Choose` then finds.
+    """Make and cache the noise of all sampled rows (sequences) at once, which `Choose` then finds.
 
     On a device, the noise of one row takes as many kernels as that of all rows together.
 
@@ -332,7 +338,7 @@ def _apply_rule(
 
 
 def check_choice(token: int, output: TargetOutput, accepted: int) -> None:
-    """Raise an error if the target's token is `NAN`, which stands for logits that are nan.
+    """Raise an error if the target's token is `NAN`, a number that stands for logits that are nan.
 
     Args:
         token: The token that follows the accepted path.
@@ -356,7 +362,7 @@ def _is_walked(output: TargetOutput, choose: Choose) -> bool:
 
 
 def _is_lazy(output: TargetOutput) -> bool:
-    """Return whether to make choices node by node, as a walk needs them.
+    """Return whether to make the target's choices node by node, as a walk down the tree asks for them.
 
     On a CPU, noise and argmax over the vocabulary are slow, and a walk needs them at few nodes. On a device, all nodes
     cost as much as one.
@@ -644,7 +650,7 @@ def typical_floors(probs: Tensor, epsilon: float, delta: float) -> Tensor:
     Args:
         probs: [K, V], the target's probabilities of V tokens after these nodes.
         epsilon: The highest threshold.
-        delta: The factor of the threshold that depends on the entropy.
+        delta: The factor of exp(-entropy), where entropy = -sum p log p in nats.
     """
     entropy = -(probs * (probs + ENTROPY_SHIFT).log()).sum(-1)
     return (delta * (-entropy).exp()).clamp(max=epsilon)

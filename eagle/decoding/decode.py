@@ -202,7 +202,7 @@ def _write(
     warning; the first error is raised if every prompt has one.
 
     Args:
-        decoding: With all prompts added, by their index.
+        decoding: The decoding loop, to which all prompts were added, by their index.
         traces: Of each prompt.
         strings: The stop strings.
         alone: Whether the call has a single prompt, whose tokens are yielded without its index.
@@ -279,7 +279,7 @@ class _AnswerText:
         self.emitted = 0  # the number of characters in `texts`
 
     def add(self, tokens: list[int]) -> NewTokens:
-        """Append the next tokens of the answer as a piece, and return them with access to their text."""
+        """Append the tokens that a step has committed as a piece, and return them as a list with a lazy `text`."""
         self.pieces.append((tokens, self.trace.finish != "running"))
         return NewTokens(tokens, self, len(self.pieces) - 1)
 
@@ -314,7 +314,10 @@ class _AnswerText:
         return text[:end]
 
     def _find_stop(self, text: str) -> int:
-        """Return the index in the text from which on it may be the beginning of a stop string, or the text's length."""
+        """Return the index in the text from which on it may be the beginning of a stop string, or the text's length.
+
+        That part is held back: it must not be shown if a stop string ends the answer there.
+        """
         # from the left, so that the longest such end is found
         longest = max(map(len, self.stop_strings), default=0)
         for start in range(max(len(text) - longest, 0), len(text)):

@@ -33,7 +33,7 @@ class Average:
     __slots__ = ("is_guess", "min_weight", "value", "weight")
 
     def __init__(self, guess: float, min_weight: float = MIN_WEIGHT) -> None:
-        """Begin with a guess, whose weight is that of one cycle, or `min_weight` if that is less."""
+        """Begin with a guess of the rate, which weighs as much as one cycle, or `min_weight` if that is less."""
         self.value = guess
         self.weight = min(1.0, min_weight)
         self.min_weight = min_weight
@@ -55,7 +55,10 @@ class Average:
             self.value += (outcome - self.value) / self.weight
 
     def shrink_toward(self, prior: float) -> float:
-        """Return this average, shrunk toward `prior`, the average of all rows: the fewer cycles it has, the more."""
+        """Return this average, of one row, shrunk toward `prior`, the average of all rows.
+
+        The fewer cycles the row has, the closer the result is to `prior`, which weighs as much as PRIOR cycles.
+        """
         return (self.weight * self.value + PRIOR * prior) / (self.weight + PRIOR)
 
 
@@ -79,6 +82,9 @@ class Levels:
 
     def add(self, requested: int, cycle: Cycle, depth: int, rows: int = 1) -> None:
         """Add the outcome of a cycle for one row.
+
+        The rates are those at which each level of a draft is proposed when requested, and accepted when the level above
+        was.
 
         Args:
             requested: How many levels the drafter was asked for.
@@ -115,7 +121,7 @@ class Forecast:
     start: float = 0.0
 
     def limit(self, depth: int) -> Forecast:
-        """Return the forecast of a row that may draft at most `depth` levels: deeper ones bring and cost nothing."""
+        """Return the forecast of a row that may draft at most `depth` levels: deeper levels get probability 0."""
         depth = max(depth, 0)
         beyond = [0.0] * (len(self.path_probs) - depth)  # probabilities of the deeper levels
         return Forecast(
@@ -127,7 +133,7 @@ class Acceptance:
     """The rates of all rows together, and of each row that is being decoded."""
 
     def __init__(self, levels: int, memory: float) -> None:
-        """Start without statistics.
+        """Begin without statistics.
 
         Args:
             levels: The levels of the deepest draft.
@@ -154,10 +160,13 @@ class Acceptance:
             self.read_tokens.pop(row, None)
 
     def forecasts(self, rows: Iterable[int]) -> list[Forecast]:
-        """Return what is expected of a draft of each of these rows, by level; `start` stays 0.
+        """Return what is expected of a draft of each of these rows, by level.
+
+        The field `start`, seconds before the first level, stays 0: the caller knows it.
 
         Args:
-            rows: Row ids. Rows of which nothing is known are forecast by the rates of all rows.
+            rows: Row ids. A row is one sequence of the batch. Rows of which nothing is known are forecast by the rates
+                of all rows.
         """
         rows = list(rows)
         # the rates of a single row are those of all rows
@@ -217,10 +226,11 @@ class Batch:
     costs: CostTable
 
     def tokens(self, levels: Sequence[int]) -> float:
-        """Return how many tokens a cycle is expected to commit, over all rows, if row i drafts `levels[i]` levels."""
+        """Return the expected tokens that a cycle commits, over all rows, if row i drafts `levels[i]` levels."""
         # each row gets one token from the target, and one from each accepted level
         drafted = 0.0
         for forecast, depth in zip(self.forecasts, levels, strict=True):
+            # path_probs[d]: the probability that level d, and so all levels above it, are accepted
             drafted += sum(forecast.path_probs[:depth])
         return len(levels) + drafted
 
@@ -243,11 +253,12 @@ class Batch:
             ]
             # the probability that none of these rows proposes the level
             silent = prod(1 - forecast.proposed[level] for forecast in drafting)
+            # read[n]: seconds of the target's forward over a tree of n levels, so this is what level adds
             total += (1 - silent) * (read[level + 1] - read[level])
         return total
 
     def speed(self, levels: Sequence[int]) -> float:
-        """Return the expected tokens per expected second of a cycle in which row i drafts `levels[i]` levels."""
+        """Return the expected tokens per second of a cycle in which row (sequence) i drafts `levels[i]` levels."""
         return self.tokens(levels) / self.seconds(levels)
 
     def best_levels(self, limits: Sequence[int], deepest: int) -> list[int]:
@@ -307,6 +318,8 @@ class Batch:
             level_choices = []
             best = worth[0]
             best_count = 0
+            # gain: what this level brings if the first `count` rows draft it, and worth what the deeper levels then
+            # bring
             for count, gain in enumerate(self._gains(level, price)):
                 if count and gain + worth[count] > best:
                     best = gain + worth[count]
@@ -324,11 +337,11 @@ class Batch:
         return counts
 
     def _gains(self, level: int, price: float) -> list[float]:
-        """Return a level's expected tokens minus `price` times its seconds, if the first 0, 1, 2, ... rows draft it.
+        """Return a level's expected tokens - price * seconds, if the first 0, 1, 2, ... rows (sequences) draft it.
 
         Args:
             level: Of the draft, from 0.
-            price: Tokens per second.
+            price: Tokens that each second must bring, in tokens per second.
         """
         # draft[rows that draft][levels]: seconds of drafting; read: the further seconds of the target for this level
         draft = self.costs.draft

@@ -53,7 +53,7 @@ class Costs:
 
     @classmethod
     def parse(cls, values: dict[str, Any]) -> Costs:
-        """Return costs from the dict that JSON gives back after `dataclasses.asdict`, with lists made tuples again."""
+        """Return costs from their JSON, as `dataclasses.asdict` wrote it, with lists made tuples again."""
         fields = {key: _tuples(value) for key, value in values.items() if key != "batches"}
         # its name in results of earlier versions
         if "texts" in fields:
@@ -63,7 +63,7 @@ class Costs:
 
     @property
     def by_batch_size(self) -> list[Costs]:
-        """The costs by batch size, smallest first: these, and those of `batches`; each has its `batch_size`."""
+        """The costs at each measured batch size, smallest first: these, and those of `batches`."""
         return [self, *self.batches]
 
     def read(self, tokens: int, context: int, batch_size: int = 1) -> float:
@@ -292,7 +292,7 @@ class CycleCosts:
         Args:
             grid: [batch size][context][levels], measured seconds.
             batch_size: The number of sequences.
-            context: The tokens of the longest one.
+            context: The tokens of the longest one before the cycle.
         """
         # bilinear: along contexts, then along batch sizes
         by_size = []  # [batch size][levels]
@@ -317,7 +317,10 @@ class CostTable:
     read: list[float]  # [levels of the deepest tree], of the rest of the cycle
 
     def drafting(self, levels: Sequence[int]) -> float:
-        """Return the seconds of a draft in which row i of the batch drafts `levels[i]` levels."""
+        """Return the seconds of a draft in which row i of the batch drafts `levels[i]` levels.
+
+        Rows are the sequences of the batch. All of them pass a level together, in one forward of the drafter.
+        """
         # each level costs what it costs for as many rows as reach it
         seconds = self.draft[len(levels)][0]
         for level in range(1, max(levels) + 1):
@@ -328,7 +331,10 @@ class CostTable:
 
 @lru_cache(4096)
 def _make_table(costs: CycleCosts, batch_size: int, context: int) -> CostTable:
-    """Return the costs of a cycle of `batch_size` rows after `context` tokens; cached, as every cycle needs them."""
+    """Return the costs of a cycle of `batch_size` rows (sequences) after `context` tokens.
+
+    It is cached, because every cycle of the policy needs one.
+    """
     draft = [costs.interpolate(costs.draft, count, context) for count in range(1, batch_size + 1)]
     # without a row that drafts, drafting takes no time
     nothing = [0.0] * len(draft[0])

@@ -102,7 +102,10 @@ class Goodput:
 
     @property
     def draw(self) -> Draw:
-        """How children are chosen, the same in all its budgets."""
+        """How the children of a node are chosen where the target samples (`Budget.draw`); the same in all its budgets.
+
+        The decoding loop asks for it before the first budget.
+        """
         return self.budget.draw
 
     @property
@@ -232,6 +235,8 @@ class Goodput:
     def share(self, levels: Mapping[int, int], contexts: Mapping[int, int]) -> dict[int, Budget]:
         """Return the next cycle's budget of each row, at most `levels[row]` deep.
 
+        The decoding loop calls it before each draft. A row is one sequence of the batch.
+
         Args:
             levels: Row id -> the most levels that it may draft.
             contexts: Row id -> the length of its sequence.
@@ -245,6 +250,8 @@ class Goodput:
 
     def learn_rows(self, cycles: Mapping[int, Cycle]) -> None:
         """Learn from the cycle of these rows: rates of acceptance, the time spent, and how deep to explore next.
+
+        A row is one sequence of the batch.
 
         Args:
             cycles: Row id -> the row's tree and what was accepted, for the rows that have not failed.
@@ -304,12 +311,12 @@ class Goodput:
         return {row: self.budget.within(depth) for row, depth in self.requested.items()}
 
     def _make_batch(self, rows: Collection[int], context: int, starts: Iterable[float]) -> Batch:
-        """Return the forecasts of these rows' drafts, and the costs of a cycle of so many rows.
+        """Return what drafts of these rows (sequences) are expected to bring, and the costs of a cycle of so many rows.
 
         Args:
             rows: Row ids.
             context: The length of the longest row.
-            starts: Of each row the seconds that its draft takes before the first level.
+            starts: Of each row the seconds that the drafter first needs to read committed tokens.
         """
         forecasts = self.acceptance.forecasts(rows)
         started = [
@@ -329,7 +336,8 @@ class Goodput:
         """Return the depths of a trial of deeper levels, and the seconds that it is expected to lose.
 
         All rows draft deeper, or half of them, or a quarter, as the allowance permits. The rows whose drafter has the
-        least to read come first. If no trial is within the allowance, the best depths are returned.
+        least to read come first. If no trial is within the allowance, the best depths are returned. Exploring tells how
+        often levels are accepted that would otherwise never be tried. A row is one sequence of the batch.
 
         Args:
             batch: Forecasts and costs of the rows.
@@ -362,7 +370,7 @@ class Goodput:
 
 
 def _check_figures(name: str, seconds: Any) -> None:
-    """Refuse an argument `name` of `Goodput`, seconds by number of levels, that is no list of finite numbers."""
+    """Refuse the argument `name` of `Goodput`, seconds by number of draft levels, if it is no list of numbers."""
     if not isinstance(seconds, Sequence) or isinstance(seconds, (str, bytes)):
         raise ValueError(
             f"{name} is {seconds!r}, expected a list of seconds of 0, 1, 2, ... levels: {HINT}"
@@ -399,7 +407,7 @@ def _nodes_by_level(budget: Budget) -> list[int]:
 
 
 def _rows_read(drafter: Drafter, budget: Budget, batch_size: int) -> set[int]:
-    """Return the numbers of tokens that forwards of target and drafter read, which are those to time.
+    """Return the numbers of tokens that forwards of target and drafter may read in one cycle, which are to be timed.
 
     Args:
         drafter: Whose forwards are timed.

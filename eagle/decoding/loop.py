@@ -78,13 +78,15 @@ class Decoding:
         self.drafts = RowDrafts(self._open_draft_state, self._read_whole)
 
     def _open_draft_state(self) -> DraftState:
-        """Return a new drafter state without rows; some drafters get access to the target's KV cache."""
+        """Return a new state of the drafter without sequences; some drafters get access to the target's KV cache."""
         if self.drafter.reads.kv_cache:
             return self.drafter.open_with(self.state.lend())
         return self.drafter.open()
 
     def _read_whole(self, row_id: int, update: Committed) -> Committed:
         """Return an update with all committed tokens of a row, for a drafter state that has read none of them.
+
+        So it is after an error: `RowDrafts` then drops the drafter's state of the row and makes a new one.
 
         Args:
             row_id: The row.
@@ -152,12 +154,14 @@ class Decoding:
         )
 
     def _columns_after_prompt(self, limit: int) -> int:
-        """Return how many cache columns a request needs after its prompt, for an answer of `limit` tokens."""
+        """Return how many positions of the KV cache an answer of `limit` tokens needs after its prompt."""
         # the whole draft tree with its root (the 1) is in the cache before rejected nodes are dropped
         return limit + self.budget.nodes + 1
 
     def step(self) -> list[tuple[int, list[int]]]:
         """Run one step: admit requests, read parts of prompts, and run one cycle of the rows whose prompts are read.
+
+        A row is one request in the batch. A cycle is one draft, one forward of the target, and verification.
 
         Returns:
             Row ids and their new tokens: the first token of each answer whose prompt was read to its end now, and the
@@ -191,13 +195,13 @@ class Decoding:
         self._release(row)
 
     def close(self) -> None:
-        """Release all requests that have not ended, and give the state back to the target."""
+        """Release all requests that have not ended, and give the state with its KV cache back to the target."""
         for row in list(self.rows.values()):
             self._release(row)
         self.target.close(self.state)
 
     def _release(self, row: Row) -> None:
-        """Remove an admitted row from the batch, the target's state and the drafter's, whether it ended well or not."""
+        """Remove a request from the batch, the target's state and the drafter's, whether it ended well or not."""
         del self.rows[row.row_id]
         # the cache of a failed row may be faulty: no later request may reuse it as a prefix
         failed = row.trace.error is not None
@@ -206,7 +210,7 @@ class Decoding:
             self.drafts.release(row.row_id, failed=failed)
 
     def _admit(self) -> None:
-        """Move waiting requests to the batch, in order, while the batch and the target's cache have space."""
+        """Move waiting requests to the batch, in order, while the batch and the target's KV cache have space."""
         while self.waiting and len(self.rows) < self.batch_size:
             row = self.waiting[0]
             prompt = row.trace.prompt
@@ -334,7 +338,8 @@ class Decoding:
         """Return the rows whose budgets allow drafts; a missing or invalid budget ends its row with an error.
 
         Args:
-            rows: The rows of the cycle, whose `draw` is set to that of their budget.
+            rows: The requests of the cycle. Their `draw`, how children are chosen where the target samples, is set to
+                that of their budget.
             budgets: By row id.
         """
         drafting = []
@@ -400,7 +405,7 @@ class Decoding:
     def _commit(
         self, outputs: dict[int, TargetOutput], accepted: dict[int, Accepted]
     ) -> list[tuple[int, list[int]]]:
-        """Add what each row accepted to its pending updates for the drafter; return the new tokens of each answer.
+        """Add what each row (request) accepted to its updates for the drafter; return the new tokens of each answer.
 
         Args:
             outputs: Row id -> the target's output on the row's tree.
@@ -464,9 +469,9 @@ class Accepted:
 def accept(
     state: Any, rows: Sequence[Row], outputs: dict[int, TargetOutput]
 ) -> dict[int, Accepted]:
-    """Verify each row's tree, commit the accepted path in the target's cache, and return the outcomes by row id.
+    """Verify each row's tree, keep the accepted path in the target's KV cache, and return the outcomes by row id.
 
-    A row that fails is left out, and its trace keeps the error.
+    A row is one request of the batch. A row that fails is left out, and its trace keeps the error.
 
     Args:
         state: The target's state (`eagle.target.state.TargetState`).
@@ -563,13 +568,13 @@ class _Clock:
         self.seconds: dict[str, float] | None = None  # part -> seconds, of the current cycle
 
     def start(self) -> None:
-        """Begin a cycle: `seconds` is a new dict from here on, so that the last cycle's stays with its trace."""
+        """Begin a cycle: `seconds` is a new dict from here on, as the last cycle's belongs to its trace."""
         if self.timing:
             self.seconds = {}
             self.last = self._now()
 
     def lap(self, name: str) -> None:
-        """Record the seconds since the last `start` or `lap` as those of the part `name` of the cycle."""
+        """Record the seconds since the last `start` or `lap` as those of the part `name`, such as "draft"."""
         if self.seconds is not None:
             now = self._now()
             self.seconds[name] = now - self.last

@@ -60,7 +60,7 @@ class Row:
 
     @property
     def levels_left(self) -> int:
-        """How many draft levels could still be committed before the answer's token limit."""
+        """How many levels of a draft could still be accepted before the answer's token limit."""
         # each cycle also commits one token that the target adds after the accepted drafts
         return self.limit - len(self.trace.tokens) - 1
 
@@ -177,7 +177,7 @@ class RowDrafts:
         self.unread_rows: set[int] = set()
 
     def admit(self, row_id: int, noise: Noise | None) -> None:
-        """Begin the sequence of a new row.
+        """Begin the sequence of a new row (request) in the drafter's shared state.
 
         Args:
             row_id: The row.
@@ -189,7 +189,7 @@ class RowDrafts:
         self.shared.admit(row_id, noise)
 
     def release(self, row_id: int, *, failed: bool = False) -> None:
-        """Drop all that is held of a row that has ended.
+        """Drop all that the drafter's state holds of a row (request) that has ended.
 
         Args:
             row_id: The row.
@@ -208,6 +208,8 @@ class RowDrafts:
         self, updates: Mapping[int, Committed], budgets: Mapping[int, Budget]
     ) -> tuple[dict[int, DraftTree], Errors]:
         """Return the draft trees by row id, and the errors of the rows that failed by row id.
+
+        A row is one request of the batch. An error in one row ends that row alone.
 
         Args:
             updates: Row id -> the tokens that were committed since the row's last draft.
@@ -264,14 +266,20 @@ class RowDrafts:
             return trees, errors
 
     def _complete(self, row_id: int, update: Committed) -> Committed:
-        """Return the row's update, extended to its whole sequence if its state is new and has read nothing."""
+        """Return the update that the drafter gets of a row (request): this one, or one with the whole sequence.
+
+        A state that was made after an error is new, and has read no token of the row.
+        """
         if row_id not in self.unread_rows:
             return update
         self.unread_rows.remove(row_id)
         return self.read_whole(row_id, update)
 
     def _split(self, state: DraftState) -> None:
-        """Give each row of a state that raised an error a new state of its own, which has read none of its tokens."""
+        """Give each row (request) of a drafter state that raised an error a new state of its own.
+
+        A new state has read no token: the row's next update must hold its whole sequence (`_complete`).
+        """
         # the faulty state is not used again: rows that begin later share a new one
         if state is self.shared:
             self.shared = self.open_state()
