@@ -155,11 +155,9 @@ class Policy(Protocol):
 
         A cycle is one draft, one forward of the target, and the tokens on which both agree.
         """
-        ...
 
     def learn(self, cycle: Any) -> None:
         """Learn from the outcome of a cycle (`eagle.core.trace.Cycle`): its tree, accepted nodes and seconds."""
-        ...
 
 
 def describe_budget(budget: Mapping[str, Any]) -> str:

@@ -338,22 +338,20 @@ class Features(Protocol):
     together: bool  # whether all processes must read at once, each equally often
     sampled: bool  # whether a loss mask may differ from `mask`, and is known only once the example is read
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        """Return the number of examples."""
 
     def read(self, indices: Sequence[int]) -> list[Example]:
         """Return the examples at these indices, with their features.
 
         They are read from a disk, or computed by a forward of the target.
         """
-        ...
 
     def mask(self, index: int) -> Tensor:
         """Return the loss mask of an example, [T] bool, true at supervised tokens, without reading its features."""
-        ...
 
     def tokens_and_mask(self, index: int) -> tuple[Tensor, Tensor]:
         """Return the token ids and the loss mask of an example, both [T], without reading its features."""
-        ...
 
 
 def run_ahead(jobs: Iterable[Callable[[], Result]]) -> Generator[Result]:

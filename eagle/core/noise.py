@@ -215,15 +215,16 @@ def _to_gumbel(values: Tensor) -> Tensor:
 
 
 class DrafterNoise:
-    """The noise and filters that a drafter may use (`eagle.core.drafter.Noise`), in units of plain logits.
-
-    Args:
-        choose: How the target chooses (`eagle.core.verify.Choose`).
-        vocab_size: V.
-        device: Where the noise is made.
-    """
+    """The noise and filters that a drafter may use (`eagle.core.drafter.Noise`), in units of plain logits."""
 
     def __init__(self, choose: Any, vocab_size: int, device: torch.device) -> None:
+        """Make the noise that the drafter of one request may use.
+
+        Args:
+            choose: How the target chooses (`eagle.core.verify.Choose`).
+            vocab_size: V, the number of tokens that have noise at a position.
+            device: Where the noise is made.
+        """
         self.choose = choose
         self.temperature = choose.sampling.temperature
         self.vocab_size = vocab_size

@@ -257,6 +257,7 @@ class LiveFeatures:
         check_causal(target)
 
     def __len__(self) -> int:
+        """Return the number of examples."""
         return len(self.examples)
 
     def mask(self, index: int) -> Tensor:

@@ -182,6 +182,7 @@ class OwnDrafts:
         self.written: dict[Key, Example] = {}
 
     def __len__(self) -> int:
+        """Return the number of examples."""
         return len(self.features)
 
     def mask(self, index: int) -> Tensor:
@@ -375,6 +376,12 @@ class RecorderState:
     """The state of a `Recorder` for the sequences of a batch, by row, around the wrapped drafter's state."""
 
     def __init__(self, recorder: Recorder, drafts: Any) -> None:
+        """Begin without sequences.
+
+        Args:
+            recorder: It gets a record of each sequence.
+            drafts: The wrapped drafter's state of the same sequences, which makes the drafts.
+        """
         self.recorder = recorder
         self.drafts = drafts
 

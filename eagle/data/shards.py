@@ -94,15 +94,16 @@ def plan_shards(
 
 
 class StoredPlan(Sequence[list[list[int]]]):
-    """A `ShardPlan` in three tensors of a store, which take a few bytes an example. Indexing it makes a shard's lists.
-
-    Args:
-        order: The indices of the examples, shard by shard and batch by batch.
-        batch_sizes: How many examples each batch has.
-        shard_batches: How many batches each shard has.
-    """
+    """A `ShardPlan` in three tensors of a store, which take a few bytes an example; an index makes a shard's lists."""
 
     def __init__(self, order: Tensor, batch_sizes: Tensor, shard_batches: Tensor) -> None:
+        """Take the tensors of a stored plan.
+
+        Args:
+            order: The indices of the examples, shard by shard and batch by batch.
+            batch_sizes: How many examples each batch has.
+            shard_batches: How many batches each shard has.
+        """
         self.order = order
         self.batch_sizes = batch_sizes
         # [shards] each: where each shard ends among all batches, and in `order`
@@ -120,6 +121,7 @@ class StoredPlan(Sequence[list[list[int]]]):
         }
 
     def __len__(self) -> int:
+        """Return the number of shards."""
         return len(self.ends)
 
     def __getitem__(self, shard: int) -> list[list[int]]:  # type: ignore[override]
@@ -178,14 +180,16 @@ class RowPlaces:
     """Where in its shard the rows of each sequence are. Rows of a shared prefix are those of an earlier sequence.
 
     A row is the states at one slot (token) of a sequence.
-
-    Args:
-        plan: The plan of the store.
-        counts: [N], how many rows each sequence has.
-        shared: [N], how many of them, from its beginning, are those of the sequence before it.
     """
 
     def __init__(self, plan: StoredPlan, counts: Tensor, shared: Tensor) -> None:
+        """Find where the rows of each sequence begin in their shard.
+
+        Args:
+            plan: The plan of the store.
+            counts: [N], how many rows each sequence has.
+            shared: [N], how many of them, from its beginning, are those of the sequence before it.
+        """
         self.counts = counts
         self.shared = shared
         # [N], the first row in its shard that each sequence stores itself; and the number of rows of every shard

@@ -554,14 +554,15 @@ def _accept_on_device(
 
 
 class _Clock:
-    """Records the seconds of each part of a cycle.
-
-    Args:
-        device: The target's.
-        timing: Whether to record anything; or the clock to read, in place of wall time.
-    """
+    """Records the seconds of each part of a cycle."""
 
     def __init__(self, device: torch.device, timing: bool | Callable[[], float]) -> None:
+        """Make a clock for the cycles of one decoding; it has measured nothing yet.
+
+        Args:
+            device: The target's, which is waited for before the time is read.
+            timing: Whether to record anything; or the clock to read, in place of wall time.
+        """
         self.device = device
         self.timing = timing
         self.last = 0.0  # the time of the last `start` or `lap`

@@ -121,7 +121,10 @@ def _logit_scale(config: Any) -> float:
 
 
 def is_close(got: Tensor, expected: Tensor) -> bool:
-    """Return whether two tensors differ only by rounding: by a share of the norm that `expected`'s dtype decides."""
+    """Return whether two tensors differ only by rounding.
+
+    The norm of the difference may be 1e-4 of that of `expected` in fp32 or fp64, and 2e-2 in half precision.
+    """
     if got.shape != expected.shape:
         return False
     tolerance = 1e-4 if expected.dtype in (torch.float32, torch.float64) else 2e-2
@@ -222,7 +225,10 @@ def is_local_model(path: str, revision: str | None = None) -> bool:
 
 
 def _split_head(head: TargetHead) -> tuple[dict[str, Tensor], dict[str, float | None]]:
-    """Return the matrices of a head, and its scales by their names in `TargetHead`, for `save_borrowed`."""
+    """Return the matrices of a head, and its scales by their names in `TargetHead`, for `save_borrowed`.
+
+    The scales are factors on embeddings and logits, and the softcap.
+    """
     embedding = head.embedding.get_parameter("weight")
     bias = getattr(head.output, "bias", None)
     tensors = {"embedding": embedding.data}
@@ -238,7 +244,10 @@ def _split_head(head: TargetHead) -> tuple[dict[str, Tensor], dict[str, float | 
 
 
 def _build_head(tensors: dict[str, Tensor], scales: dict[str, Any]) -> TargetHead:
-    """Return a head made of the matrices and scales that `_split_head` returns."""
+    """Return a head made of the matrices and scales that `_split_head` returns.
+
+    The scales are factors on embeddings and logits, and the softcap.
+    """
     embedding = nn.Embedding.from_pretrained(tensors["embedding"])
     weight = tensors.get("output", tensors["embedding"])
     # made on the meta device, without memory, as its parameters are replaced

@@ -69,7 +69,7 @@ class TreeCache(RowCache, Cache):
         *,
         commits: bool = False,
     ) -> None:
-        """Let the next forward write to these cache rows, as in `RowCache`.
+        """Tell the cache where the next forward writes its keys and values, as in `RowCache`.
 
         Args:
             cache_rows: the cache rows (one for each sequence) that the forward writes to.
@@ -109,7 +109,9 @@ class TreeCache(RowCache, Cache):
         new: int,
         width: int,
     ) -> Iterator[None]:
-        """A context in which a forward's mixers read nodes from the states of each sequence, and leave new states.
+        """A context in which a forward reads trees from the recurrent states of each sequence, and leaves new ones.
+
+        Mixers are the model's modules with such states, as Mamba's. A mask cannot steer them, so they run over paths.
 
         Args:
             mixers: the model's modules that keep recurrent states.
@@ -160,19 +162,22 @@ class TreeCache(RowCache, Cache):
         super().keep(paths, counts)
 
     def swap(self, first: int, second: int) -> None:
-        """Exchange the contents of two cache rows, with their recurrent states."""
+        """Exchange the contents of two cache rows, with their recurrent states.
+
+        A cache row holds one sequence. Rows that are decoded must lie next to each other.
+        """
         super().swap(first, second)
         if self.states is not None:
             self.states.swap(first, second)
 
     def clear(self, cache_row: int) -> None:
-        """Empty a cache row, fill it with zeros, and drop its recurrent states."""
+        """Empty a cache row (one sequence's place), fill it with zeros, and drop its recurrent states."""
         super().clear(cache_row)
         if self.states is not None:
             self.states.cut(cache_row, 0)
 
     def copy(self, source: int, target: int) -> None:
-        """Copy a cache row's committed columns and recurrent states into another cache row."""
+        """Copy the committed columns (tokens) of a cache row and its recurrent states into another cache row."""
         super().copy(source, target)
         if self.states is not None:
             self.states.copy(source, target)
@@ -224,12 +229,18 @@ class TreeCache(RowCache, Cache):
         return -(-state_bytes // self.mixers.column_bytes)
 
     def snapshot(self, cache_row: int, length: int) -> None:
-        """Keep the recurrent states after the first `length` tokens even when the sequence grows past them."""
+        """Keep the recurrent states after the first `length` tokens of a cache row when its sequence grows past them.
+
+        A later prompt with the same beginning can go on from them.
+        """
         if self.states is not None:
             self.states.snapshot(cache_row, length)
 
     def cut(self, cache_row: int, length: int) -> None:
-        """Cut a cache row's sequence to its first `length` tokens."""
+        """Cut a cache row's sequence to its first `length` tokens.
+
+        A new prompt that begins with these tokens goes on from them.
+        """
         self.lengths[cache_row] = length
         # an empty cache row has no images: the next sequence may have none, or others
         if not length:
@@ -239,7 +250,7 @@ class TreeCache(RowCache, Cache):
 
     @torch.inference_mode()
     def copy_columns(self, source: TreeCache, origin: Tensor, destination: Tensor) -> None:
-        """Copy the keys and values of M columns from another cache of this model.
+        """Copy the keys and values of M tokens (columns) from another cache of this model, such as the target's own.
 
         Args:
             source: the other cache.
@@ -275,7 +286,7 @@ class _Layer(CacheLayerMixin):
     is_croppable = True
 
     def __init__(self, owner: RowCache) -> None:
-        """Make a layer without keys and values; `owner` is the cache that it belongs to."""
+        """Make a layer without keys and values; `owner` is the cache that it belongs to, which tells where to write."""
         super().__init__()
         self.owner = owner
         self.key_buffer = owner.add()
@@ -284,7 +295,7 @@ class _Layer(CacheLayerMixin):
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing: buffers allocate themselves at their first write."""
+        """Do nothing, where transformers' layers allocate: buffers here allocate themselves at their first write."""
 
     def update(
         self,
@@ -307,9 +318,10 @@ class _Layer(CacheLayerMixin):
         return self.key_buffer.write(key_states), self.value_buffer.write(value_states)
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
-        """Write the keys [B, N, D] of new tokens by which a sparse attention picks its columns; return all [B, S, D].
+        """Write the indexer keys [B, N, D] of new tokens, and return those of all tokens, [B, S, D].
 
-        B are sequences, N new tokens, and S all columns up to the last new one.
+        By them a sparse attention picks the cached tokens that it attends to. B are sequences, N new tokens, and S all
+        tokens up to the last new one.
         """
         if self.indexer_buffer is None:
             self.indexer_buffer = self.owner.add()
@@ -325,17 +337,17 @@ class _Layer(CacheLayerMixin):
         return buffers
 
     def get_seq_length(self) -> Any:
-        """Return the number of columns that precede the new tokens.
+        """Return the number of cached tokens (columns) that precede the new ones; models of transformers ask for it.
 
         A model that computes positions as this length + `arange(N)` gets instead the offsets that make them right for
-        the nodes of a tree.
+        the nodes of a tree, in which siblings share a position.
         """
         if self.owner.counts_positions:
             return self.owner.token_positions.query_offsets
         return max(self.owner.starts)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, Any]:
-        """Return the number S of columns with the new ones, and the offset of their positions.
+        """Return the number S of cached tokens with the new ones, and the offset of their positions, for masks.
 
         The offset is 0, or for a model that computes positions from it, what to add to `arange(S)`.
         """
@@ -357,7 +369,7 @@ class _Layer(CacheLayerMixin):
         """Ignore what the model stores, as `indexer_position_ids` says."""
 
     def get_max_length(self) -> int:
-        """Return -1, which tells transformers that there is no limit."""
+        """Return -1, which tells transformers that the cache has no limit."""
         return -1
 
 
@@ -385,6 +397,8 @@ def stateful_layers(config: Any) -> dict[int, int]:
 
 def cache_kind(model_cache: Any) -> type[TreeCache]:
     """Return `TreeCache`, or a subclass of it and of the model's own cache where the model looks up lists in its cache.
+
+    A model may read and write such lists by name, so that they must be attributes of our cache too.
 
     Args:
         model_cache: the cache that a forward of the model returned.
@@ -418,7 +432,7 @@ class _EmptyLayer(CacheLayerMixin):
     is_sliding = False
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing: there is nothing to allocate."""
+        """Do nothing, where transformers' layers allocate: this one keeps nothing."""
 
     def update(
         self,
@@ -431,15 +445,15 @@ class _EmptyLayer(CacheLayerMixin):
         return key_states, value_states
 
     def get_seq_length(self) -> int:
-        """Return the number of columns before the new tokens: none."""
+        """Return 0, the number of cached tokens before the new ones."""
         return 0
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the number of columns with the new ones, and the index of the first of them."""
+        """Return the number of keys that new tokens attend to, cached ones and themselves, and the first index, 0."""
         return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
-        """Return -1, which tells transformers that there is no limit."""
+        """Return -1, which tells transformers that the cache has no limit."""
         return -1
 
 
@@ -451,14 +465,15 @@ class BorrowedCache(Cache):
 
         Args:
             borrowed: keys and values [1, X, S, D] of each layer, of S tokens of one sequence, for X heads of width D.
-            offset: what to add to a column for its position, as after images.
+            offset: what to add to a token's index in the cache for its position: an image has fewer positions than
+                tokens.
         """
         super().__init__(layers=[_BorrowedLayer(keys, values) for keys, values in borrowed])
         self.starts = [borrowed[0][0].shape[2]]  # where new tokens begin: S, as in `TreeCache`
         self.offset = offset
 
     def from_columns(self, positions: Tensor) -> Tensor:
-        """Convert column indices [1, N] to the positions that the model is given."""
+        """Convert indices of tokens in the cache, [1, N], to the positions that the model is given."""
         return positions + self.offset
 
 
@@ -466,7 +481,7 @@ class _BorrowedLayer(_EmptyLayer):
     """One layer's read-only keys and values, followed by the new ones."""
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
-        """Take keys and values [1, X, S, D] of S tokens, for X heads of width D."""
+        """Take keys and values [1, X, S, D] of S tokens, for X heads of width D, to be read and never written."""
         super().__init__()
         self.borrowed = (keys, values)
 
@@ -482,5 +497,5 @@ class _BorrowedLayer(_EmptyLayer):
         return torch.cat([keys, key_states], 2), torch.cat([values, value_states], 2)
 
     def get_seq_length(self) -> int:
-        """Return the number of columns before the new tokens."""
+        """Return the number of borrowed tokens, which come before the new ones."""
         return self.borrowed[0].shape[2]

@@ -122,7 +122,7 @@ def _explaining_errors(path: str | Path) -> Iterator[None]:
 
 
 def _first_line(error: Exception) -> str:
-    """Return the first line of an error's message, or the error's type if it has no message."""
+    """Return the first line of an error's message, or the error's type if it has no message, for another message."""
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
@@ -150,7 +150,10 @@ def choose_loader(path: str | Path, *, images: bool = False, **source: Any) -> A
 
 
 def check_loadable(path: str | Path, device: str, revision: str | None = None) -> None:
-    """Refuse a quantised checkpoint that cannot be loaded on a device, from its config alone."""
+    """Refuse a quantised checkpoint that cannot be loaded on a device, from its config alone.
+
+    Commands call it before they download or load anything.
+    """
     quantization = read_quantization(path, revision=revision)
     if quantization is None:
         return

@@ -37,7 +37,7 @@ class StockHead(TargetHead):
 
     @property
     def is_linear(self) -> bool:
-        """False: the logits are more than one product."""
+        """False: the logits are more than one matrix product of the hidden states."""
         return False
 
     def start_matrix(self) -> Tensor:
@@ -90,7 +90,7 @@ class StockHead(TargetHead):
         )
 
     def narrow(self, tokens: Tensor | slice) -> StockHead:
-        """Return a head for some tokens of the vocabulary: it computes all logits, and picks theirs."""
+        """Return a head for a draft vocabulary, some of the tokens: it computes all logits, and picks theirs."""
         return replace(self, rows=tokens, matrix=self.weight[tokens])
 
     def cast(self, dtype: torch.dtype) -> StockHead:

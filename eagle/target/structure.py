@@ -25,7 +25,10 @@ FAILURES = (
 
 
 def describe_failure(error: Exception) -> str:
-    """Return the type of an error and the beginning of its message."""
+    """Return the type of an error and the beginning of its message.
+
+    Reasons why a model cannot be read in some way end with it.
+    """
     return f"{type(error).__name__}: {str(error)[:200]}"
 
 
@@ -50,7 +53,7 @@ def base_of(model: Any) -> Any:
 
 
 def _contains(module: nn.Module, inner: nn.Module) -> bool:
-    """Return whether a module is another one, or contains it."""
+    """Return whether `module` is `inner`, or contains it as a submodule."""
     return any(submodule is inner for submodule in module.modules())
 
 
@@ -61,7 +64,7 @@ def cache_name_of(module: Any) -> str:
 
 
 def takes_tokens(module: nn.Module) -> bool:
-    """Return whether a module's forward takes token ids by name."""
+    """Return whether a module's forward takes token ids by the name `input_ids`."""
     return "input_ids" in inspect.signature(type(module).forward).parameters
 
 
@@ -97,7 +100,10 @@ def _outermost(names: Iterable[str]) -> list[str]:
 
 
 def holder_of(base: nn.Module, layers: nn.ModuleList) -> nn.Module:
-    """Return the module that has this list of decoder layers as a child: the base itself, or its text model."""
+    """Return the module that has this list of decoder layers as a child: the base itself, or its text model.
+
+    Its forward calls the layers, so a hook on it sees the positions that they get.
+    """
     return next(
         module for module in base.modules() if any(child is layers for child in module.children())
     )

@@ -221,7 +221,10 @@ def inputs_of(model: Any, prompt: list[int], answer: list[int]) -> dict[str, Any
 
 
 def first_tokens(sequence: list[int], count: int) -> list[int]:
-    """Return the first `count` tokens of a sequence, with its images, all of whose tokens must be among them."""
+    """Return the first `count` tokens of a sequence, with its images, all of whose tokens must be among them.
+
+    A feature store may cut sequences, and then needs the images of the rest.
+    """
     return _with_media(sequence[:count], media_of(sequence), lambda types: types[:, :count])
 
 
@@ -254,14 +257,14 @@ def _with_media(
 
 
 def images_of(turn: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the content parts of a message that are images."""
+    """Yield the content parts of a chat message that are images."""
     content = turn.get("content")
     if isinstance(content, list):
         yield from filter(is_image, content)
 
 
 def is_image(part: Any) -> bool:
-    """Return whether a content part is an image."""
+    """Return whether a content part of a chat message is an image, in transformers' or OpenAI's form."""
     return isinstance(part, dict) and part.get("type") in IMAGE_PARTS
 
 

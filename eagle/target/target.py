@@ -134,6 +134,7 @@ class Target(ChatMixin):
                 self._find_out()
 
     def __repr__(self) -> str:
+        # for example "Target(LlamaForCausalLM, 16 layers of width 2048, 128256 tokens, bfloat16 on cuda:0)"
         dtype = str(self.model.dtype).removeprefix("torch.")
         return (
             f"Target({type(self.model).__name__}, {len(self.reader.layers)} layers of width {self.config.hidden_size}, "
@@ -192,7 +193,7 @@ class Target(ChatMixin):
             return self.found_variance or None
 
     def _name_adapter(self) -> str:
-        """Return the name of this target's adapter as the end of a sentence about it, "" without one."""
+        """Return the name of this target's LoRA adapter as the end of a sentence about it; "" without one."""
         return "" if self.adapter is None else f"; with the adapter {self.adapter}"
 
     def __reduce__(self) -> Any:
@@ -335,12 +336,12 @@ class Target(ChatMixin):
 
     @property
     def masks(self) -> Masks:
-        """The attention masks of tree forwards."""
+        """What makes the attention masks of forwards over trees."""
         return self.reader.masks
 
     @property
     def max_positions(self) -> int | None:
-        """The model's number of positions, None if its config names none."""
+        """The greatest length of a sequence in tokens, None if the model's config names none."""
         return getattr(self.config, "max_position_embeddings", None)
 
     def open(self, taps: tuple[int, ...] = (), max_tokens: int | None = None) -> TargetState:

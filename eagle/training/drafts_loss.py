@@ -20,13 +20,15 @@ class DraftsLoss:
     """A forward hook that adds the loss on a batch's drafts to the losses of a head's forward.
 
     It is a hook and no second call, because data-parallel wrappers synchronise the gradients of one forward alone.
-
-    Args:
-        policy: The section `train.on_policy` of the recipe.
-        dtype: That of the matrix products: "bfloat16" turns autocast on.
     """
 
     def __init__(self, policy: OnPolicySection, dtype: str) -> None:
+        """Make the hook, which torch calls after each forward of the head.
+
+        Args:
+            policy: The section `train.on_policy` of the recipe.
+            dtype: That of the matrix products: "bfloat16" turns autocast on.
+        """
         self.policy = (
             policy  # the section `train.on_policy`: weights and kinds of the loss on drafts
         )

@@ -90,6 +90,13 @@ class Checkpoints:
     """The checkpoint folders `step-N` of a run, of which the newest `keep` stay; all machines must share `folder`."""
 
     def __init__(self, accelerator: Accelerator, folder: Path, keep: int) -> None:
+        """Take the folder of a run, in which checkpoints are written and found.
+
+        Args:
+            accelerator: It saves and loads what it has prepared: head, optimizer and random states.
+            folder: Where the folders `step-N` lie.
+            keep: How many checkpoints stay on the disk.
+        """
         self.accelerator = (
             accelerator  # it saves and loads what it has prepared: head, optimizer, random states
         )

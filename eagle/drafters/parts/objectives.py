@@ -46,20 +46,27 @@ class LanguageHead(Protocol):
     """
 
     @property
-    def weight(self) -> Tensor: ...  # [V, width]
+    def weight(self) -> Tensor:
+        """The matrix [V, width]: a row for each of V tokens, for states of this width."""
 
-    # logits [.., V] of hidden states [.., D]
-    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor: ...
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return the logits [.., V] of hidden states [.., D], written to `out` where a buffer is passed."""
 
-    # what `pull_back` needs besides the gradient: the derivative [.., V] of the logits by the values before a softcap,
-    # or the states [.., D] if they are transformed before the matrix; None for a linear head
-    def slope(self, logits: Tensor, hidden: Tensor) -> Tensor | None: ...
+    def slope(self, logits: Tensor, hidden: Tensor) -> Tensor | None:
+        """Return what `pull_back` needs besides the gradient; None for a linear head.
 
-    # the gradient [.., D] at the hidden states from the gradient [.., V] at the logits
-    def pull_back(self, gradient: Tensor, slope: Tensor | None) -> Tensor: ...
+        It is the derivative [.., V] of the logits by the values before a softcap, or the states [.., D] if they are
+        transformed before the matrix.
+        """
 
-    # this head in another precision
-    def cast(self, dtype: torch.dtype) -> LanguageHead: ...
+    def pull_back(self, gradient: Tensor, slope: Tensor | None) -> Tensor:
+        """Return the gradient [.., D] at the hidden states from the gradient [.., V] at the logits.
+
+        `slope` is what the method `slope` returned for them.
+        """
+
+    def cast(self, dtype: torch.dtype) -> LanguageHead:
+        """Return this head in another precision."""
 
 
 @dataclass(frozen=True, slots=True)

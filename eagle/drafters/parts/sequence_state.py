@@ -40,19 +40,16 @@ class SequenceHead(Protocol):
     @property
     def target_head(self) -> TargetHead:
         """The target's embedding and LM head."""
-        ...
 
     @property
     def query_groups(self) -> int:
         """The number of query heads that share a key."""
-        ...
 
     def fuse_taps(self, features: Tensor) -> Tensor:
         """Return the states [N, H] that the head reads at N tokens (H: the hidden size).
 
         `features` [N, L, H] are the target's hidden states there at the head's L taps, the layers that it reads.
         """
-        ...
 
     def read(
         self,
@@ -76,7 +73,6 @@ class SequenceHead(Protocol):
             caches: The KV cache of each block.
             target_head: The target's embedding and LM head.
         """
-        ...
 
 
 class SequenceState:

@@ -232,14 +232,16 @@ class _Descent:
 
     A draft begins at every slot. It takes the child whose rank is that of the target's token, and ends where the tree
     has no such child or the token is not known.
-
-    Args:
-        paths: The tree: for each node the ranks of the children to take from the root.
-        slots: S, the number of drafts.
-        device: That of the ranks.
     """
 
     def __init__(self, paths: Paths, slots: int, device: torch.device) -> None:
+        """Put every draft at the root of the tree.
+
+        Args:
+            paths: The tree: for each node the ranks of the children to take from the root.
+            slots: S, the number of drafts.
+            device: That of the ranks.
+        """
         self.depth = max(len(path) for path in paths)
         # the number of each node, by its path; the root is 0
         nodes: dict[tuple[int, ...], int] = {(): 0}

@@ -46,15 +46,12 @@ class LevelHead(SequenceHead, Protocol):
     @property
     def drafts(self) -> Tensor | None:
         """[D], the draft vocabulary as the target's token ids, one for each logit; None for all tokens."""
-        ...
 
     def next_input(self, state: Tensor) -> Tensor:
         """Return the state [.., width] that the next level reads, from one that the head made, such as its norm."""
-        ...
 
     def logits(self, state: Tensor, target_head: TargetHead) -> Tensor:
         """Return the logits [.., D] of states [.., hidden size] over the D tokens of the draft vocabulary."""
-        ...
 
 
 class HeadState(SequenceState):

@@ -128,8 +128,8 @@ class _AttentionCall(NamedTuple):
     def read(self, chunk: QueryChunk) -> Tensor:
         """Return [B, N, H, D'], the attention output of a chunk's N queries of B sequences, for H heads.
 
-        Keys from the chunk's `start` on are summed in fp64, and those before `stop` also in blocks. Where both read a
-        key, one of them is hidden from each query.
+        Keys from the chunk's `start` on are summed in fp64, and those before `stop` also in blocks, by a fused kernel.
+        Where both read a key, one of them is hidden from each query.
         """
         b = chunk.sequences  # a slice, as `n`
         n = chunk.queries
@@ -217,7 +217,10 @@ def _block_chunks(
 
 
 def _chunk_queries(sequences: int, count: int, at_once: int) -> list[QueryChunk]:
-    """Return chunks of at most `at_once` of `count` queries, in all sequences, that read no blocks."""
+    """Return chunks of at most `at_once` of `count` queries, in all sequences, that read all keys in fp64.
+
+    Chunks limit the memory of the scores. `sequences` is the number of sequences.
+    """
     chunks = []
     for start in range(0, count, at_once):
         queries = slice(start, min(start + at_once, count))
@@ -254,7 +257,7 @@ def _expand_mask(mask: Tensor, count: int, groups: int) -> Tensor:
 def _future_mask(scores: Tensor) -> Tensor:
     """Return [N, T], whether each of T keys comes after each of N queries; the last key is the last query's own.
 
-    `scores` are [.., N, T].
+    `scores` are [.., N, T]. It is the causal mask of a prompt, whose queries are the last N of T tokens.
     """
     count, keys = scores.shape[-2:]
     return torch.ones(count, keys, dtype=torch.bool, device=scores.device).triu_(keys - count + 1)
@@ -308,7 +311,10 @@ class SumsInFp64(TorchFunctionMode):
     """A context in which products of several matrices, attention and softmax are computed in fp64, then rounded."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function of torch, with its tensors in fp64 and its output rounded back if it is one of `SUMS`."""
+        """Call a function of torch, with its tensors in fp64 and its output rounded back if it is one of `SUMS`.
+
+        torch calls it for each of its functions while the context is entered.
+        """
         options = dict(kwargs or {})
         # an output in a given tensor has that tensor's dtype
         if func not in SUMS or options.get("out") is not None:
@@ -338,7 +344,8 @@ def sums_rows_alike(dtype: torch.dtype) -> bool:
     """Return whether a CPU's matrix products of one row and of several rows sum in the same order in this dtype.
 
     Torch's own loops on x86 do, so one row need not be read as two there. oneDNN's kernels do not, and are used where
-    the processor multiplies in this dtype.
+    the processor multiplies in this dtype. One row is a product of a vector, for which a library may have another
+    kernel.
     """
     if platform.machine() not in ("x86_64", "AMD64") or dtype not in HALF:
         return False
@@ -383,7 +390,10 @@ class FixedRowsLinear(nn.Linear):
     most_rows: int | None = None  # of one product on a CPU; None for any number
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return [.., out_features], x @ weight.T + bias."""
+        """Return [.., out_features], x @ weight.T + bias.
+
+        A row's bits do not depend on the other rows: the product is computed in fixed numbers of rows.
+        """
         return in_fixed_rows(super().forward, x, self.most_rows)
 
 
@@ -393,14 +403,18 @@ class FixedRowsPackedLinear(PackedLinear):
     most_rows: int | None = None  # of one product on a CPU; None for any number
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return [.., out_features], x @ weight.T + bias."""
+        """Return [.., out_features], x @ weight.T + bias.
+
+        A row's bits do not depend on the other rows: the product is computed in fixed numbers of rows.
+        """
         return in_fixed_rows(super().forward, x, self.most_rows)
 
 
 def can_be_invariant(model: Any, attention: str | None) -> bool:
-    """Return whether it may be tried to make a model's bits independent of what is read together.
+    """Return whether a model's bits may be made independent of what is read together; a trial must confirm it.
 
-    It must be in half precision, on a device with fp64, and attend by a function that may be replaced.
+    It must be in half precision, on a device with fp64, and attend by a function that may be replaced. In fp32 rounding
+    is too small to matter.
 
     Args:
         model: the model.
@@ -417,7 +431,8 @@ FIXED: dict[Any, Any] = {nn.Linear: FixedRowsLinear, PackedLinear: FixedRowsPack
 def fix_rows(model: nn.Module) -> None:
     """Change the class of a module tree's linear layers in place, so that they read fixed numbers of rows.
 
-    Their weights stay shared with other module trees.
+    Their weights stay shared with other module trees. A token's bits then do not depend on how many tokens are read
+    with it.
     """
     linears = []
     for module in model.modules():

@@ -62,7 +62,8 @@ def _read_steps(
 ) -> tuple[Tensor, Tensor]:
     """Return states [5, D] and logits [5, V] at the nodes PATH of a tree, read as a sequence in steps by one token.
 
-    D is the states' width, and V the vocabulary. The prompt is read before in chunks of `chunk` tokens.
+    D is the states' width, and V the vocabulary. The prompt is read before in chunks of `chunk` tokens. It is the
+    reference for reading the same tokens at once.
     """
     # tap -1: the states that enter the LM head
     state = TargetState(target, taps=(-1,))
@@ -82,6 +83,8 @@ def _read_steps(
 
 def _read_tree(target: Any, prompts: list[list[int]], tree: DraftTree) -> tuple[Tensor, Tensor]:
     """Return states [5, D] and logits [5, V] at the nodes PATH of a tree, read in one forward after the last prompt.
+
+    They are compared with those of steps by one token.
 
     Args:
         target: the target.

@@ -101,7 +101,10 @@ class ModelMark:
         return frozenset(changed) - self.volatile
 
     def _read(self, alive: list[Any]) -> dict[Entry, Any]:
-        """Return the values to compare, by entry; `alive` gets the objects that are compared by their id."""
+        """Return the values to compare, by entry (a module's index and an attribute's name).
+
+        The list `alive` gets the objects that are compared by their id, so that no id is used again.
+        """
         mark: dict[Entry, Any] = {}
         for index, module in enumerate(self.model.modules()):
             alive.append(module)
@@ -118,6 +121,8 @@ class ModelMark:
 
 def _freeze(value: Any, alive: list[Any], depth: int = 0) -> Any:
     """Return a copy of a value to compare with later: containers up to DEEPEST levels, and the ids of other objects.
+
+    Two such copies are equal as long as the value is the same.
 
     Args:
         value: of an attribute.
