@@ -46,14 +46,14 @@ def compare_with(
     tokens: Tensor | None = None,
     known: Tensor | None = None,
 ) -> Compare:
-    """Return the function that compares a student with a teacher at R slots, over a vocabulary of V tokens.
+    """Return the function that compares a student (the draft head) with a teacher at R positions, over V tokens.
 
     Args:
         teacher: The teacher's probs [R, V], or the tokens [R] to predict, with which only cross-entropy is possible.
         objective: The divergence and its weights.
         tokens: The sequences' own tokens [R]. The cross-entropy with them is added with the weight `objective.tokens`;
             None to leave them out.
-        known: [R] bool, whether that cross-entropy counts at a slot; None for all slots.
+        known: [R] bool, whether that cross-entropy counts at a position; None for all positions.
 
     Returns:
         A function of the student's logits and probs [R, V], both of which it may overwrite. It returns the losses [R]
@@ -72,10 +72,13 @@ def compare_with(
 
 
 def _mask_rows(compare: Compare, known: Tensor) -> Compare:
-    """Return a comparison that is `compare`, but with a loss and a gradient of 0 where `known` [rows] is false."""
+    """Return a comparison that is `compare`, but with a loss and a gradient of 0 where `known` [R] is false.
+
+    A comparison is a function of the student's logits and probs [R, V] at R positions; it returns losses and gradients.
+    """
 
     def loss_and_grad(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the losses [rows] and the gradients at the logits [rows, V]."""
+        """Return the losses [R] and the gradients at the logits [R, V], 0 where nothing is known."""
         loss, grad = compare(logits, probs)
         return loss * known, grad * known[:, None]
 
@@ -83,7 +86,10 @@ def _mask_rows(compare: Compare, known: Tensor) -> Compare:
 
 
 def _add_likelihood(divergence: Compare, likelihood: Compare) -> Compare:
-    """Return the comparison whose loss is the sum of a divergence and a cross-entropy with tokens."""
+    """Return the comparison whose loss is the sum of a divergence and a cross-entropy with tokens.
+
+    Both are functions of the student's logits and probs [R, V], which return losses and gradients.
+    """
 
     def loss_and_grad(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Return the losses [rows] and the gradients at the logits [rows, V]; both arguments may be overwritten."""
@@ -122,7 +128,7 @@ def _likelihood(tokens: Tensor, weight: float) -> Compare:
 
 
 def _cross_entropy(target_probs: Tensor, objective: Objective) -> Compare:
-    """Return the comparison by cross-entropy with the target's probs [rows, V], whose likeliest tokens may weigh more.
+    """Return the comparison by cross-entropy with the target's probs [R, V], whose likeliest tokens may weigh more.
 
     With `objective.top` the loss has, in addition, the cross-entropy terms of the `top_k` likeliest tokens (HASS).
     """
@@ -168,7 +174,10 @@ def _overlap(probs: Tensor, target_probs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _total_variation(target_probs: Tensor, objective: Objective) -> Compare:
-    """Return the comparison by total variation: 1 - a, where a = sum min(p, q) is the chance of acceptance."""
+    """Return the comparison by total variation: 1 - a, where a = sum min(p, q) is the chance of acceptance.
+
+    It is a function of the student's logits and probs q; `target_probs` are the teacher's p [R, V] at R positions.
+    """
 
     def loss_and_grad(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Return the loss [rows] and the gradient at the logits [rows, V], from the student's probs [rows, V]."""
@@ -179,7 +188,10 @@ def _total_variation(target_probs: Tensor, objective: Objective) -> Compare:
 
 
 def _acceptance(target_probs: Tensor, objective: Objective) -> Compare:
-    """Return the comparison by -log a, where the overlap a = sum min(p, q) is the chance of acceptance."""
+    """Return the comparison by -log a, where the overlap a = sum min(p, q) is the chance of acceptance.
+
+    It is a function of the student's logits and probs q; `target_probs` are the teacher's p [R, V] at R positions.
+    """
 
     def loss_and_grad(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Return the loss [rows] and the gradient at the logits [rows, V], from the student's probs [rows, V]."""
@@ -244,7 +256,7 @@ def _reverse_kl(target_probs: Tensor, objective: Objective) -> Compare:
 
 
 def _likeliest(target_probs: Tensor, objective: Objective) -> Compare:
-    """Return the comparison by cross-entropy with the likeliest token in each row of the teacher's probs [rows, V]."""
+    """Return the comparison by cross-entropy with the teacher's likeliest token, from its probs [R, V]."""
     return _likelihood(target_probs.argmax(-1, keepdim=True), objective.weight)
 
 

@@ -46,7 +46,9 @@ class FollowsRows:
     rows: list[int]  # the rows that the level above had
 
     def keep_rows(self, rows: list[int], *tensors: Tensor) -> list[Tensor]:
-        """Return tensors of the level above with only these rows, whose trees still grow, and remember the rows.
+        """Return tensors of the level above with only these rows (sequences), whose trees still grow.
+
+        The rows are remembered for the next level.
 
         Args:
             rows: A subset of `self.rows`, the batch rows that the level above had. They replace `self.rows`.
@@ -85,7 +87,7 @@ def level_mask(committed: Tensor, tree_mask: Tensor, groups: int = 1) -> Tensor:
 
 @cache  # made once per dtype and device: a new tensor in every level would cost a launch
 def _mask_values(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the two values of an additive mask as scalars: 0 for visible columns, the lowest number for all others."""
+    """Return the two values of an additive attention mask as scalars: 0 for visible keys, the lowest for others."""
     lowest = torch.finfo(dtype).min
     return torch.zeros((), dtype=dtype, device=device), torch.full(
         (), lowest, dtype=dtype, device=device
@@ -94,12 +96,12 @@ def _mask_values(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tens
 
 @cache
 def _identity(count: int, device: torch.device) -> Tensor:
-    """Return the mask [1, count, count] of a level's nodes among themselves: each sees only itself."""
+    """Return the mask [1, count, count] of the nodes of one depth of a tree among themselves: each sees itself."""
     return torch.eye(count, dtype=torch.bool, device=device)[None]
 
 
 def level_rows(budget: Budget) -> tuple[int, ...]:
-    """Return how many nodes of each level a drafter reads to get the next level's logits, given the budget of a tree.
+    """Return how many nodes of each level of a tree a drafter reads to get the next level's logits.
 
     The cost of a draft is forecast from these numbers. They begin with the nodes of the first level, the root's
     children, and leave out the root, whose logits come from the forward over the committed tokens. The deepest level
@@ -226,7 +228,7 @@ def grow(
         budget: The size or the shape of the tree.
         noise: The target's sampling noise, fixed by position, with which children are ranked; None if it is greedy.
         place: The position of the root's children in the sequence.
-        drafts: [D], the draft vocabulary: the target's token of each logit; None if the draft has all tokens.
+        drafts: [D], the draft vocabulary: the target's token of each logit; None if the drafter has all tokens.
         sharpness: The factor on the logits before children are ranked, unless the budget has a factor.
     """
 
@@ -310,7 +312,7 @@ def grow_without_roots(
 
 
 def _group_key(request: DraftRequest) -> object:
-    """Return a key that is equal for rows whose trees can grow together.
+    """Return a key that is equal for rows (sequences) whose trees can grow together.
 
     It has everything in the budget but the depth, and whether the row samples with noise.
     """
@@ -322,7 +324,7 @@ def _group_key(request: DraftRequest) -> object:
 def _grow_group(
     trees: _DynamicTrees | _FixedTrees, logits: Tensor, level: RowsLevel
 ) -> list[DeviceTrees]:
-    """Grow the trees of a group of rows to their end; each result has the trees that ended at the same depth.
+    """Grow the trees of a group of rows (sequences) to their end; each result has the trees that ended at one depth.
 
     Args:
         trees: The trees of the group, at first only roots; changed in place.
@@ -368,7 +370,8 @@ class _GrowingTrees:
             requests: Those of the group's rows.
             rows: The group's rows, as indices in the batch.
             scorer: Scores and selects children.
-            confidence: As in `grow_rows`.
+            confidence: Returns how likely the children of each node are accepted; None if the drafter does not estimate
+                it.
             device: Where the logits are.
         """
         self.requests = requests
@@ -395,14 +398,14 @@ class _GrowingTrees:
         return self.confidence(depth, self.rows) >= self.budget.confidence
 
     def keep_rows(self, indices: list[int]) -> None:
-        """Drop all rows but these (indices in the group) from the tensors, as the trees of the others have ended."""
+        """Keep only these rows (indices of sequences in the group), as the trees of the others have ended."""
         self.rows = [self.rows[index] for index in indices]
         self.requests = [self.requests[index] for index in indices]
         self.tokens = _pick_levels(self.tokens, indices)
 
 
 def _pick_levels(levels: list[Tensor], rows: list[int]) -> list[Tensor]:
-    """Return the tensors of all levels, [trees, ..] each, with only the trees of these indices."""
+    """Return the tensors of all levels of several trees, [trees, ..] each, with only the trees of these indices."""
     return [pick_rows(level, rows) for level in levels]
 
 
@@ -465,7 +468,9 @@ class _DynamicTrees(_GrowingTrees):
         self.likelihoods.append(likelihoods.flatten(1))
 
     def finish(self, rows: list[int], levels: int) -> DeviceTrees:
-        """Return the trees of some rows, without their roots: the `nodes` likeliest candidates of all levels.
+        """Return the trees of some rows (sequences), without their roots: the likeliest candidates of all levels.
+
+        There are `budget.nodes` of them.
 
         Args:
             rows: The rows whose trees have ended, as indices in the group.
@@ -488,7 +493,7 @@ class _DynamicTrees(_GrowingTrees):
         )
 
     def keep_rows(self, indices: list[int]) -> None:
-        """Drop all rows but these (indices in the group) from the tensors, as the trees of the others have ended."""
+        """Keep only these rows (indices of sequences in the group), as the trees of the others have ended."""
         super().keep_rows(indices)
         self.parents = _pick_levels(self.parents, indices)
         self.likelihoods = _pick_levels(self.likelihoods, indices)
@@ -523,7 +528,7 @@ class _DynamicTrees(_GrowingTrees):
 
 
 def _keep_likeliest(tokens: Tensor, parents: Tensor, likelihoods: Tensor, *, nodes: int) -> Tensor:
-    """Select the likeliest candidates of each of B trees as the nodes of the tree.
+    """Select the likeliest candidates of each of B trees as the nodes of the tree: the re-ranking of EAGLE-2.
 
     Args:
         tokens: [B, C], of the C candidates of all levels.
@@ -614,7 +619,7 @@ class _FixedTrees(_GrowingTrees):
             self.draft_probs.append(probs.index_select(1, plan.node_parents))
 
     def finish(self, rows: list[int], levels: int) -> DeviceTrees:
-        """Return the trees of some rows, without their roots.
+        """Return the trees of some rows (sequences), without their roots.
 
         Args:
             rows: The rows whose trees have ended, as indices in the group.
@@ -631,7 +636,7 @@ class _FixedTrees(_GrowingTrees):
         )
 
     def keep_rows(self, indices: list[int]) -> None:
-        """Drop all rows but these (indices in the group) from the tensors, as the trees of the others have ended."""
+        """Keep only these rows (indices of sequences in the group), as the trees of the others have ended."""
         super().keep_rows(indices)
         self.draft_probs = _pick_levels(self.draft_probs, indices)
         self.last_tokens = pick_rows(self.last_tokens, indices)

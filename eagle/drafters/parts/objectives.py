@@ -82,14 +82,20 @@ class OwnHead:
         return logits if self.bias is None else logits.add_(self.bias)
 
     def slope(self, logits: Tensor, hidden: Tensor) -> None:
-        """Return None: the head is linear, so `pull_back` needs nothing but the gradient."""
+        """Return None: the head is linear (without a softcap), so `pull_back` needs nothing but the gradient."""
 
     def pull_back(self, gradient: Tensor, slope: Tensor | None) -> Tensor:
-        """Return the gradient at states [.., width] from the gradient [.., V] at their logits; `slope` is None."""
+        """Return the gradient at states [.., width] from the gradient [.., V] at their logits, by the chain rule.
+
+        `slope` is None, because the head is linear.
+        """
         return gradient.to(self.weight.dtype) @ self.weight
 
     def cast(self, dtype: torch.dtype) -> OwnHead:
-        """Return this head in another precision, as tensors from which autograd reaches this head's own."""
+        """Return this head in another precision, as tensors from which autograd reaches this head's own.
+
+        The loss computes its products in that precision.
+        """
         bias = None if self.bias is None else self.bias.to(dtype)
         return OwnHead(self.weight.to(dtype), bias)
 
@@ -144,7 +150,10 @@ class BiasedHead:
         )
 
     def cast(self, dtype: torch.dtype) -> BiasedHead:
-        """Return this head in another precision, as tensors from which autograd reaches this head's own matrix."""
+        """Return this head in another precision, as tensors from which autograd reaches this head's own matrix.
+
+        The loss computes its products in that precision.
+        """
         return BiasedHead(self.target_head.cast(dtype), self.weight.to(dtype))
 
     def _split(self, hidden: Tensor) -> tuple[Tensor, ...]:
@@ -171,7 +180,8 @@ def choose_teacher(
 ) -> tuple[Tensor, LanguageHead | None, Objective]:
     """Return what a head learns to predict two tokens after each slot, as arguments of `distillation_loss`.
 
-    A slot i has the target's state of token i and token i + 1; the head predicts token i + 2 there. S slots are taught.
+    A slot i has the target's state of token i and token i + 1; the head predicts token i + 2 there. S slots, those
+    whose token i + 2 is supervised, are taught.
 
     Args:
         loss: With "tokens" the teacher is the sequence's own token, otherwise the target's probs.
@@ -195,7 +205,8 @@ def choose_teacher(
 def feature_regression(predicted: Tensor, target_hidden: Tensor, weights: Tensor) -> Tensor:
     """Return the smooth-L1 loss (beta 1) between a head's states and the target's.
 
-    It is a mean over the width and a weighted sum over steps and slots.
+    It is a mean over the width and a weighted sum over draft steps and slots: EAGLE-1's regression loss. A slot is a
+    token at which a draft begins.
 
     Args:
         predicted: The head's states [K, S, width] of K draft steps at S slots.
@@ -214,8 +225,9 @@ def step_weights(
 ) -> Tensor:
     """Return the loss weight [K, S] of each of S supervised slots in each of K draft steps.
 
-    It is decay^s / S in step s if a draft that began s slots earlier reaches the slot, else 0. It is for states that
-    `align_steps` has shifted, so that all steps of a slot predict the same token.
+    A slot is a token at which a draft begins. The weight is decay^s / S in step s if a draft that began s slots earlier
+    reaches the slot, else 0. It is for states that `align_steps` has shifted, so that all steps of a slot predict the
+    same token.
 
     Args:
         places: [S], the index of each supervised slot among all tokens, in ascending order.
@@ -233,7 +245,7 @@ def reached_steps(places: Tensor, steps: int, in_draft_vocab: Tensor | None = No
     """Return a bool [K, S]: in step s of K, whether a draft that began s slots earlier reaches each of S slots.
 
     It does if all slots from the draft's beginning up to this one are supervised, and their tokens are in the draft
-    vocabulary.
+    vocabulary. A slot is a token at which a draft begins.
 
     Args:
         places: [S], the index of each supervised slot among all tokens, in ascending order.
@@ -403,7 +415,7 @@ class _Distilled(torch.autograd.Function):
         """Return the gradients that the forward pass computed, scaled by that at the loss, the first of `upstream`.
 
         Those of matrices are scaled in place because they are large. The second output, the losses by step, has no
-        gradient.
+        gradient. The forward pass computed them, as it had the logits in memory.
         """
         grad_student, *grads = ctx.saved_tensors
         grad_trained = [
@@ -515,7 +527,7 @@ class _ChunkDistiller:
             hidden: The inputs of the LM heads [K * R, width].
             weights: The loss weight of each row [K * R, 1], which `grad_logits` do not have yet.
             grad_logits: The gradient at the logits of each head, [rows of the head's steps, V].
-            slopes: What each head's `slope` returned.
+            slopes: What each head's `slope` returned: what it needs besides the gradient, None for a linear head.
         """
         heads = self.settings.students
         weighted = (hidden * weights).to(hidden.dtype).chunk(len(heads))
@@ -556,7 +568,7 @@ def _loss_and_grad_(
     objective: Objective,
     sequence_tokens: SequenceTokens | None,
 ) -> Tensor:
-    """Return the loss [K, R] of each of R rows in each of K steps, and overwrite the logits with the gradient at them.
+    """Return the loss [K, R] of R rows (tokens) in K draft steps, and overwrite the logits with the gradient at them.
 
     Neither has the rows' loss weights yet.
 
@@ -596,7 +608,7 @@ def _loss_and_grad_(
 def _chunks(
     count: int, steps: int, weight: Tensor, heads: int = 1, learned: bool = False
 ) -> list[slice]:
-    """Split the rows, the supervised slots, into chunks, so that the logits of a chunk in all steps fit in memory.
+    """Split the rows, the supervised slots (tokens), into chunks whose logits in all draft steps fit in memory.
 
     All chunks but the last have enough rows for efficient matrix products, even if their logits take more memory.
 

@@ -26,7 +26,7 @@ class _Rotated(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-        """Return heads [N, heads, width] of N tokens, rotated by the angles in the tables [N, width]."""
+        """Return queries or keys [N, heads, width] of N tokens, rotated by the angles in the tables [N, width]."""
         ctx.save_for_backward(cosine, sine)
         return _turn(heads, cosine, sine)
 
@@ -41,7 +41,8 @@ def _turn(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     """Return heads [N, heads, w] with each pair of elements i and i + w / 2 rotated by the angle in the tables.
 
     The tables are cosines and sines [N, w], for the position of each of the N tokens. It computes in the precision of
-    the tables or better, and returns that of the input.
+    the tables or better, and returns that of the input. This is the rotary embedding, or with negated sines its
+    inverse.
     """
     # (x, y) -> (x cos - y sin, y cos + x sin)
     wide = heads.to(torch.promote_types(heads.dtype, cosine.dtype))

@@ -22,6 +22,8 @@ def count_frequent(
 ) -> Tensor:
     """Return the ids of the `size` most frequent supervised tokens [size] in ascending order.
 
+    They become a draft vocabulary: a head whose LM head has fewer rows drafts faster.
+
     Args:
         supervised: The supervised tokens of each sequence, those of the assistant's answers.
         size: How many tokens are chosen.
@@ -120,7 +122,10 @@ def choose_draft_vocab(
 
 
 def draft_vocab_size(shape: HeadShape) -> int:
-    """Return the number of tokens that a head of these sizes can draft: all of the target's by default."""
+    """Return the number of tokens that a head of these sizes can draft: all of the target's by default.
+
+    A head with a smaller draft vocabulary has an LM head of fewer rows.
+    """
     return getattr(shape, "draft_vocab_size", None) or shape.vocab_size
 
 

@@ -70,7 +70,7 @@ class Spans:
         firsts: Sequence[int] | None = None,
         window: Window | None = None,
     ) -> Spans:
-        """Return spans whose wanted rows, at which attention is computed, are those where masks are true.
+        """Return spans whose wanted rows (tokens), at which attention is computed, are those where masks are true.
 
         Args:
             masks: A bool mask [rows of the sequence] for each sequence, on the host.
@@ -96,7 +96,7 @@ class Spans:
 
     @classmethod
     def at(cls, places: Sequence[Tensor], lengths: Sequence[int], device: torch.device) -> Spans:
-        """Return spans whose wanted rows, at which attention is computed, are arbitrary ones.
+        """Return spans whose wanted rows (tokens), at which attention is computed, are arbitrary ones.
 
         Args:
             places: For each sequence the positions of its wanted rows, in ascending order, on the host.
@@ -123,7 +123,10 @@ class Spans:
         )
 
     def _rows_of(self, run_index: int) -> Sequence[int]:
-        """Return the indices among all rows of a run's rows: a range, or a list if they are scattered."""
+        """Return the indices of a run's rows (tokens) among all rows: a range, or a list if they are scattered.
+
+        A run has wanted rows of one sequence, at equal distances unless they are scattered.
+        """
         if self.scattered:
             return self.scattered[run_index]
         # without where the run's sequence begins
@@ -131,7 +134,7 @@ class Spans:
         return range(start, stop, self.stride)
 
     def split_runs(self, size: int) -> Iterator[tuple[int, Sequence[int]]]:
-        """Yield the wanted rows in pieces of at most `size` rows of one run.
+        """Yield the wanted rows (tokens that attend) in pieces of at most `size` rows of one run.
 
         Each piece comes as the index of its sequence's first row, and the indices of its rows, among all rows.
         """
@@ -142,7 +145,7 @@ class Spans:
                 yield begin, rows[first : first + size]
 
     def split(self, size: int) -> Iterator[Spans]:
-        """Yield the wanted rows as smaller spans of at most `size` rows, each of one sequence and one run."""
+        """Yield the wanted rows (tokens that attend) as smaller spans of at most `size` rows, each of one sequence."""
         done = 0  # wanted rows that were yielded
         for begin, rows in self.split_runs(size):
             end = done + len(rows)
@@ -156,13 +159,13 @@ class Spans:
 
     @cached_property
     def begins(self) -> Tensor:
-        """[S], for each of the S wanted rows the index of the first row of its sequence."""
+        """[S], for each of the S wanted rows (tokens that attend) the index of the first row of its sequence."""
         counts = [len(self._rows_of(run_index)) for run_index in range(len(self.runs))]
         begins = torch.tensor([begin for begin, _, _ in self.runs])
         return upload(begins.repeat_interleave(torch.tensor(counts)), self.rows.device)
 
     def block_mask(self, drafted: Drafted) -> Any:
-        """Return flex attention's mask of the rows that each wanted row sees; it is made once and cached.
+        """Return flex attention's mask of the rows (tokens) that each wanted row sees; it is made once and cached.
 
         Args:
             drafted: How many draft tokens a row sees besides its sequence. They are not in this mask, but take up part
@@ -176,7 +179,7 @@ class Spans:
         return self.block_masks[drafted]
 
     def _make_block_mask(self, drafted: Drafted) -> Any:
-        """Return a new mask of S wanted rows: a row sees its sequence up to itself, or its window of that.
+        """Return flex attention's mask of S wanted rows (tokens): each sees its sequence up to itself, or a window.
 
         `drafted` is as in `block_mask`.
         """
@@ -248,7 +251,7 @@ def _touched_blocks(low: Tensor, high: Tensor, count: int) -> Tensor:
 def attend(
     query: Tensor, key: Tensor, value: Tensor, spans: Spans, step_pairs: StepPairs = ()
 ) -> Tensor:
-    """Return the attention output [h, S, w] of the wanted rows of concatenated sequences.
+    """Return the attention output [h, S, w] of the wanted rows (tokens that attend) of concatenated sequences.
 
     A row attends to its sequence up to itself, and to the keys of the draft steps that continue from it: a training
     step that unrolls a draft sees the earlier steps of the same draft.
@@ -270,7 +273,7 @@ def attend(
 def attend_plain(
     query: Tensor, key: Tensor, value: Tensor, spans: Spans, step_pairs: StepPairs = ()
 ) -> Tensor:
-    """Return what `attend` returns, with the same arguments; for CPUs, by matrix products of pieces of sequences."""
+    """Return what `attend` returns, with the same arguments; for CPUs, by products of pieces of sequences."""
     # autograd tracks only tensors that are arguments themselves, not those in a list
     flat: list[Tensor] = []
     for pair in step_pairs:
@@ -313,14 +316,15 @@ def attend_flex(
 
 @cache
 def compile_flex() -> Any:
-    """Return flex attention, compiled once for batches of all lengths."""
+    """Return PyTorch's flex attention, compiled once for batches of all lengths."""
     return torch.compile(flex_attention, dynamic=True)
 
 
 def _attention_shares(query: Tensor, context: Tensor, step_pairs: StepPairs) -> Tensor:
-    """Return the share [1 + steps, h, S] of each row's attention that goes to its sequence, then to each draft step.
+    """Return the part [1 + steps, h, S] of each row's attention that goes to its sequence, then to each draft step.
 
-    A softmax over the log-sum-exp of the sequence's scores and the scores with the steps gives the shares.
+    A softmax over the log-sum-exp of the sequence's scores and the scores with the steps gives the shares. By these
+    shares the outputs over the sequence and over the steps are added up.
 
     Args:
         query: [h, S, w], of S rows, with h query heads of width w.
@@ -457,6 +461,9 @@ def _add_step_gradients(
 ) -> list[Tensor]:
     """Return the gradients [k, S, w] of a draft step's keys and values, and add its part to `grad_query` in place.
 
+    With p the probability of the step's key, o the output, g its gradient and v the step's value, the gradient of the
+    score is p (g v - sum g o).
+
     Args:
         query: [h, S, w], of S rows, with h query heads of width w, scaled by 1 / sqrt(w).
         grad_query: [h, S, w], the sum so far.
@@ -484,7 +491,7 @@ def _pairs(flat: Sequence[Tensor]) -> StepPairs:
 def split_pieces(
     spans: Spans, drafted: Drafted, like: Tensor, size: int | None = None
 ) -> Iterator[tuple[slice, list[slice], Tensor]]:
-    """Yield the wanted rows in pieces that attend in one matrix product.
+    """Yield the wanted rows (tokens that attend) in pieces that attend in one matrix product.
 
     Args:
         spans: The wanted rows.
@@ -524,19 +531,22 @@ def split_pieces(
 
 
 def _round_up(count: int, dtype: torch.dtype) -> int:
-    """Return a number of columns rounded up to the dtype's multiple, so that there are few shapes of products."""
+    """Return a number of columns (keys) rounded up to the dtype's multiple, so that products have few shapes.
+
+    In bf16 a CPU prepares a kernel for each new shape.
+    """
     multiple = COLUMNS.get(dtype, 1)
     return -(-count // multiple) * multiple
 
 
 def _additive(is_hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a new additive mask of a bool mask: minus infinity where a column is hidden, 0 elsewhere."""
+    """Return an additive attention mask of a bool mask: minus infinity where a key is hidden, 0 elsewhere."""
     zeros = torch.zeros(is_hidden.shape, dtype=dtype, device=is_hidden.device)
     return zeros.masked_fill_(is_hidden, -math.inf)
 
 
 def _hide_later(row_indices: Sequence[int], end: int, like: Tensor) -> Tensor:
-    """Return the additive causal mask [n, end - first] of n rows over the columns from the first of them to `end`.
+    """Return the additive causal mask [n, end - first] of n rows (tokens) over the keys from the first row's to `end`.
 
     `row_indices` are the indices of the rows, in ascending order. `like` has the dtype and the device of the mask.
     """
@@ -551,9 +561,10 @@ def _hide_later(row_indices: Sequence[int], end: int, like: Tensor) -> Tensor:
 
 @cache
 def _future(count: int, stride: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the additive causal mask [count, columns] of `count` rows a stride apart, from the first row's column on.
+    """Return the additive causal mask [count, columns] of `count` rows (tokens) a stride apart, over keys (columns).
 
-    It has enough columns for every piece of this size, rounding included, so that one cached mask serves all of them.
+    The columns begin with the first row's own. They are enough for every piece of this size, rounding included, so that
+    one cached mask serves all of them.
     """
     row = stride * torch.arange(count, device=device)[:, None]
     columns = torch.arange((count - 1) * stride + COLUMNS.get(dtype, 1), device=device)
@@ -561,9 +572,10 @@ def _future(count: int, stride: int, dtype: torch.dtype, device: torch.device) -
 
 
 def read_columns(ranges: Sequence[slice], *tensors: Tensor) -> list[Tensor]:
-    """Return the m columns of one or two ranges [heads, m, width], of each tensor [heads, columns, width].
+    """Return the m columns (keys or values) of one or two ranges, [heads, m, width], of each tensor.
 
-    In bf16 they are contiguous: a product copies a tensor that is not, and copies it far slower if it transposes it.
+    The tensors are [heads, columns, width]. In bf16 the results are contiguous: a product copies a tensor that is not,
+    and copies it far slower if it transposes it.
     """
     columns = []
     for tensor in tensors:
@@ -578,7 +590,7 @@ def read_columns(ranges: Sequence[slice], *tensors: Tensor) -> list[Tensor]:
 
 
 def zeros_for_gradient(tensor: Tensor) -> Tensor:
-    """Return zeros [heads, width, N] for the transposed gradient of keys or values [heads, N, width] of N rows.
+    """Return zeros [heads, width, N] for the transposed gradient of keys or values [heads, N, width] of N tokens.
 
     In memory each row is padded to the dtype's multiple of columns, as the products that are added have such sizes.
     """
@@ -587,7 +599,7 @@ def zeros_for_gradient(tensor: Tensor) -> Tensor:
 
 
 def add_product(total: Tensor, ranges: Sequence[slice], left: Tensor, right: Tensor) -> None:
-    """Add left.mT @ right to m of the columns of a total in place: a piece's part of the gradient of keys or values.
+    """Add left.mT @ right to m columns of a total in place: the part of some rows in the gradient of keys or values.
 
     Args:
         total: [key heads, width, N], with N columns.
@@ -603,7 +615,8 @@ def add_product(total: Tensor, ranges: Sequence[slice], left: Tensor, right: Ten
 def by_key(tensor: Tensor, key: Tensor) -> Tensor:
     """Return a view [k, h / k, rows, ..] of [h, rows, ..]: query heads that share a key head have one first index.
 
-    Only the number k of key heads is read from `key` [k, ..]; h is that of query heads.
+    Only the number k of key heads is read from `key` [k, ..]; h is that of query heads. A product with the keys [k, 1,
+    rows, ..] then needs no copy of them.
     """
     return tensor.unflatten(0, (len(key), -1))
 
@@ -611,14 +624,15 @@ def by_key(tensor: Tensor, key: Tensor) -> Tensor:
 def group_by_key(tensor: Tensor, key: Tensor) -> Tensor:
     """Return [k, h / k * n, width] of [h, n, width]: the rows of query heads that share a key are stacked in one head.
 
-    Only the number k of key heads is read from `key` [k, ..]; h is that of query heads, n that of rows.
+    Only the number k of key heads is read from `key` [k, ..]; h is that of query heads, n that of rows. One matrix
+    product with the keys [k, ..] then serves all of these query heads.
     """
     heads, count, width = tensor.shape
     return tensor.reshape(len(key), heads // len(key) * count, width)
 
 
 def attention_probs(query: Tensor, key: Tensor, extra_scores: Tensor, mask: Tensor) -> Tensor:
-    """Return the attention probs [k, h / k * n, m + e] of n rows over m columns and e further keys of each row.
+    """Return the attention probs [k, h / k * n, m + e] of n rows (tokens) over m keys and e further keys of each row.
 
     The rows of the h / k query heads that share a key head are stacked, one head after the other.
 

@@ -93,7 +93,10 @@ def copy_block(block: nn.Module, weights: Weights, prefix: str, config: Any) -> 
 
 
 def find_tensor(weights: Weights, name: str) -> Tensor | None:
-    """Return the target's tensor of this name, or None if the target has no such tensor."""
+    """Return the target's tensor of this name, or None if the target has no such tensor.
+
+    `weights` returns the target's tensor by its name, and raises KeyError or ValueError where it has none.
+    """
     try:
         return weights(name)
     except (KeyError, ValueError):

@@ -22,7 +22,7 @@ NO_RANK = torch.iinfo(torch.long).max  # a rank that no node of a tree has
 
 
 def add_sums(sums: dict[str, Tensor], more: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return two dictionaries of sums (`validate_sequence`) added up by name, those of two batches or two processes.
+    """Return two dictionaries of sums of validation, of two batches or two processes, added up by name.
 
     Both have the same names, or one is empty: it had no supervised slot.
     """
@@ -159,7 +159,7 @@ def figures(sums: dict[str, Tensor]) -> dict[str, float]:
 
 
 def chain_rates(means: dict[str, float]) -> list[float]:
-    """Return the rate at which a chain is accepted down to each level, the products of the rates by level.
+    """Return the rate at which a chain of drafts is accepted down to each level: the products of the levels' rates.
 
     `means` come from `figures`. The list is empty if they have no tree "chain".
     """
@@ -171,14 +171,15 @@ def chain_rates(means: dict[str, float]) -> list[float]:
 def _ranks(student: Logits, states: Tensor, wanted: Tensor) -> Tensor:
     """Return the rank [N] of the wanted token [N] among the student's logits at each of N states [N, width].
 
-    Logits are made for ROWS states at a time, because those of all may not fit in memory.
+    Logits are made for ROWS states at a time, because those of all may not fit in memory. A rank is the number of
+    tokens with a higher logit: 0 for the likeliest.
     """
     chunks = zip(states.split(ROWS), wanted.split(ROWS), strict=True)
     return torch.cat([_rank_in(student(rows), tokens) for rows, tokens in chunks])
 
 
 def _rank_in(logits: Tensor, wanted: Tensor) -> Tensor:
-    """Return how many tokens have a higher logit [N, V] than the wanted token [N], in each row."""
+    """Return [N], how many tokens have a higher logit than the wanted one, in each row of logits [N, V]."""
     return (logits > logits.gather(1, wanted[:, None])).sum(-1)
 
 
@@ -239,8 +240,8 @@ class _Descent:
 
         Args:
             paths: The tree: for each node the ranks of the children to take from the root.
-            slots: S, the number of drafts.
-            device: That of the ranks.
+            slots: S, the number of drafts: one begins at each supervised slot (token).
+            device: The device of the ranks that `advance` gets.
         """
         self.depth = max(len(path) for path in paths)
         # the number of each node, by its path; the root is 0
@@ -260,11 +261,14 @@ class _Descent:
 
     @property
     def goes_on(self) -> Tensor:
-        """[S] bool, whether each draft is still in the tree."""
+        """[S] bool, whether each of S drafts is still in the tree.
+
+        It has left the tree once the target's token is no child of its node.
+        """
         return self.node >= 0
 
     def advance(self, ranks: Tensor, is_known: Tensor) -> None:
-        """Descend one level; below the tree's last one nothing is counted.
+        """Let every draft descend one level of the tree; below the tree's last level nothing is counted.
 
         Args:
             ranks: [S], the rank that the head gives the target's token; any number where the draft has ended.
