@@ -64,7 +64,7 @@ def world() -> tuple[int, int, Callable[[], None]]:
 
 
 def roles_of(settings: Any, target_config: Any) -> TapRoles:
-    """Return the taps that training a head with these settings needs: at every slot, and before learned tokens.
+    """Return the taps that training a head with these settings needs: at every token, and before learned ones.
 
     Taps are indices of the target's layers whose inputs are read; -1 is the input of its LM head.
     """
@@ -74,7 +74,7 @@ def roles_of(settings: Any, target_config: Any) -> TapRoles:
 
 
 def taps_of(settings: Any, target_config: Any) -> tuple[int, ...]:
-    """Return the target's layer inputs that a head with these settings needs to draft and to train."""
+    """Return the target's layer inputs (by layer index) that a head with these settings needs to draft and to train."""
     return roles_of(settings, target_config).taps
 
 
@@ -261,11 +261,11 @@ class LiveFeatures:
         return len(self.examples)
 
     def mask(self, index: int) -> Tensor:
-        """Return [T], the loss mask of an example of T tokens."""
+        """Return [T], the loss mask of an example of T tokens: true at supervised ones."""
         return self.examples[index].loss_mask
 
     def tokens_and_mask(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return tokens and loss mask of an example."""
+        """Return tokens [T] and loss mask [T] of an example, which need no forward of the target."""
         example = self.examples[index]
         return example.tokens, example.loss_mask
 
@@ -307,7 +307,7 @@ def extract(target: Target, store: FeatureStore, shards: Sequence[int]) -> Itera
 
     # this generator computes, and the jobs that it yields write: `run_ahead` runs them in the thread
     def write_jobs() -> Iterator[Callable[[], int]]:
-        """Compute batch by batch, and yield functions that write, each of which returns a number of tokens."""
+        """Compute batch by batch, and yield functions that write; each returns the number of tokens that it wrote."""
         for shard in shards:
             # refuses if the disk is too full by now
             check_room(store, [shard])
@@ -391,7 +391,7 @@ def _copy_to_host(packed: Sequence[Sequence[Tensor]]) -> tuple[Sequence[Sequence
 def resolve_batch_tokens(target: Target, batch_tokens: int | None) -> int:
     """Return the most tokens (padding included) of one forward: `batch_tokens`, else a default for the device.
 
-    1 stands for batches of one sequence.
+    1 stands for batches of one sequence, which are fastest on a CPU.
     """
     # with such a border, a longer sequence in the batch could change the rotary frequencies of a shorter one
     has_length_border = target.border < math.inf
@@ -412,7 +412,7 @@ def plan_extraction(
     Args:
         sizes: The sizes of all sequences.
         target: The model whose states are stored.
-        parts: Which taps are kept, and at which slots.
+        parts: Which taps (layer inputs) are kept, and at which slots (tokens).
         features: The section of the recipe, with the sizes of batches and shards.
         processes: How many processes extract. Each computes whole shards, so that several processes get smaller ones:
             a few large shards would leave some processes without work.
@@ -436,7 +436,7 @@ def plan_extraction(
 
 
 def check_lengths(target: Target, longest: int) -> None:
-    """Refuse sequences, the longest of which has `longest` tokens, if the target has fewer positions."""
+    """Refuse sequences of up to `longest` tokens if the target has fewer positions."""
     # None: any number of positions
     if target.max_positions is not None and longest > target.max_positions:
         raise ValueError(
@@ -530,12 +530,15 @@ def forecast(
 
 
 def _taps_in(parts: Sequence[Part]) -> tuple[int, ...]:
-    """Return the taps (layer inputs) of all parts, in the order of the parts."""
+    """Return the taps (layer inputs) of all parts, in the order of the parts.
+
+    A part is a set of taps that a store keeps at the same tokens.
+    """
     return tuple(chain.from_iterable(part.taps for part in parts))
 
 
 def _describe_room(store: FeatureStore) -> str:
-    """Return a phrase with the bytes of the shards that are missing, and the free bytes of the disk."""
+    """Return a phrase with the bytes of the shards (files) that a store lacks, and the free bytes of the disk."""
     # other processes may have completed shards
     store.refresh()
     free = shutil.disk_usage(store.folder).free

@@ -186,11 +186,11 @@ class OwnDrafts:
         return len(self.features)
 
     def mask(self, index: int) -> Tensor:
-        """Return [T], the loss mask of an example of the data, with its own answers."""
+        """Return [T], the loss mask of an example as the data have it, true at the tokens of its answers."""
         return self.features.mask(index)
 
     def tokens_and_mask(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return tokens and loss mask of an example of the data, with its own answers."""
+        """Return tokens [T] and loss mask [T] of an example as the data have it, before an answer is replaced."""
         return self.features.tokens_and_mask(index)
 
     def read(self, indices: Sequence[int]) -> list[Example]:
@@ -278,7 +278,10 @@ class OwnDrafts:
         return examples
 
     def _decoding_head(self) -> Any:
-        """Return a copy of the head with its present weights, in the target's dtype and on its device, bound to it."""
+        """Return a copy of the head with its present weights, in the target's dtype and on its device, bound to it.
+
+        The head itself goes on training in its own precision.
+        """
         head = in_dtype(copy.deepcopy(self.head).to(self.target.device), self.target.model.dtype)
         # the caller may have changed the target's weights, of which it has cached results
         self.target.forget()
@@ -360,11 +363,11 @@ class Recorder(Drafter):
         self.records: dict[int, Record] = {}  # by row; they stay when a row ends
 
     def open(self) -> RecorderState:
-        """Return the state for several sequences that are drafted together."""
+        """Return the state for several sequences of a batch, which records what the wrapped drafter proposes."""
         return RecorderState(self, self.drafter.open())
 
     def open_with(self, sequences: Any) -> RecorderState:
-        """Return the state for several sequences, with access to `sequences`, the rows of the target's KV cache."""
+        """Return the state for several sequences, with access to `sequences`, which are in the target's KV cache."""
         return RecorderState(self, self.drafter.open_with(sequences))
 
     def bind_target(self, view: Any) -> None:
@@ -386,7 +389,7 @@ class RecorderState:
         self.drafts = drafts
 
     def admit(self, row: int, noise: Noise | None = None) -> None:
-        """Begin a sequence in a row, with an empty record."""
+        """Begin the sequence `row`, with an empty record of its drafts."""
         self.recorder.records[row] = Record()
         self.drafts.admit(row, noise)
 
@@ -415,7 +418,7 @@ class RecorderState:
     def _record(self, record: Record, update: Committed) -> None:
         """Add the cycle that this update ends to a sequence's record, and count its tokens.
 
-        The first update brings the prompt and ends no cycle.
+        The first update brings the prompt and ends no cycle. A cycle is one draft and what the target accepted of it.
         """
         # node 0 is the root, which the target chose itself; a tree of the root alone has no draft
         if update.tree is not None and update.states is not None and len(update.tree) > 1:
@@ -430,12 +433,12 @@ class RecorderState:
         record.committed += len(update.tokens)
 
     def fork(self, row: int, other: int) -> None:
-        """Copy the state and the record of `row` to the new row `other`."""
+        """Copy the drafter's state and the record of the sequence `row` to a new one, `other`."""
         self.recorder.records[other] = copy.deepcopy(self.recorder.records[row])
         self.drafts.fork(row, other)
 
     def release(self, row: int) -> None:
-        """Release a row; its record stays."""
+        """Drop the drafter's state of the sequence `row`, which has ended; its record stays."""
         self.drafts.release(row)
 
 

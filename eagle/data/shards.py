@@ -47,6 +47,8 @@ def make_batches(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
 def group_sequences(shared: Sequence[int]) -> list[list[int]]:
     """Return the indices of sequences in groups with a common prefix, which one batch must hold together.
 
+    The target reads a common prefix only once.
+
     Args:
         shared: How many of its first tokens each sequence shares with the one before it; 0 begins a new group.
     """
@@ -66,6 +68,8 @@ def plan_shards(
     shared: Sequence[int] | None = None,
 ) -> list[list[list[int]]]:
     """Return the batches of each shard, as indices of sequences. They depend on the lengths alone, not on the machine.
+
+    A shard is one file of a feature store, and a batch is what one forward of the target reads.
 
     Args:
         lengths: The tokens of each sequence.
@@ -112,7 +116,7 @@ class StoredPlan(Sequence[list[list[int]]]):
 
     @classmethod
     def tensors_of(cls, plan: ShardPlan) -> dict[str, Tensor]:
-        """Return the three tensors that store a plan, by the names of this class's arguments."""
+        """Return the three tensors that store a plan of shards (files) and batches, by this class's argument names."""
         batches = list(chain.from_iterable(plan))
         return {
             "order": torch.tensor(list(chain.from_iterable(batches))),
@@ -121,11 +125,11 @@ class StoredPlan(Sequence[list[list[int]]]):
         }
 
     def __len__(self) -> int:
-        """Return the number of shards."""
+        """Return the number of shards, the files of a feature store."""
         return len(self.ends)
 
     def __getitem__(self, shard: int) -> list[list[int]]:  # type: ignore[override]
-        """Return the batches of a shard, as lists of indices of examples; a negative index counts from the end."""
+        """Return the batches of a shard (file), as lists of indices of examples; negative indices count from the end."""
         if not -len(self) <= shard < len(self):
             raise IndexError(shard)
         shard %= len(self)
@@ -142,7 +146,7 @@ class StoredPlan(Sequence[list[list[int]]]):
 
     @property
     def shards(self) -> Tensor:
-        """Return [N], the index of the shard of each of N examples, in the data's order."""
+        """[N], the index of the shard (file) that each of N examples is in, in the data's order."""
         sizes = _sizes_of(self.ends)
         # examples lie in `order` shard by shard: write each shard's index to the examples that it holds
         shards = torch.empty(len(self.order), dtype=torch.int32)
@@ -150,7 +154,7 @@ class StoredPlan(Sequence[list[list[int]]]):
         return shards
 
     def place_rows(self, counts: Tensor) -> tuple[Tensor, list[int]]:
-        """Return [N], the first row of each of N examples within its shard, and the number of rows of every shard.
+        """Return [N], the first row of each of N examples within its shard (file), and the rows of every shard.
 
         A row is the states at one slot (token) of an example.
 
@@ -172,7 +176,7 @@ class StoredPlan(Sequence[list[list[int]]]):
 
 
 def _sizes_of(ends: Tensor) -> Tensor:
-    """Return the sizes of consecutive pieces, given where each of them ends."""
+    """Return the sizes of consecutive pieces, given where each of them ends: [2, 5, 9] gives [2, 3, 4]."""
     return ends.diff(prepend=ends.new_zeros(1))
 
 
@@ -183,7 +187,7 @@ class RowPlaces:
     """
 
     def __init__(self, plan: StoredPlan, counts: Tensor, shared: Tensor) -> None:
-        """Find where the rows of each sequence begin in their shard.
+        """Find where the rows of each sequence begin in their shard (file); a row is the states at one token.
 
         Args:
             plan: The plan of the store.
@@ -196,7 +200,11 @@ class RowPlaces:
         self.starts, self.totals = plan.place_rows(counts - shared)
 
     def __getitem__(self, index: int) -> list[tuple[int, int]]:
-        """Return the pieces of a sequence in order, each as its first row in the shard and the row after its last."""
+        """Return the pieces of a sequence in order, each as its first row in the shard and the row after its last one.
+
+        A row is the states at one token. A prefix that an earlier sequence shares is stored there, and is a piece of
+        its own.
+        """
         pieces: list[tuple[int, int]] = []
         # rows from `end` on are found already
         end = int(self.counts[index])
@@ -230,7 +238,7 @@ def shard_header(
 
     Args:
         parts: The parts of the store: sets of taps (layer inputs), each kept at the same slots.
-        rows: How many rows, the states at one slot, each part has in this shard.
+        rows: How many rows (states at one token) each part has in this shard.
         dtype: The storage dtype, one of `DTYPES`.
         width: The width of the target, the length of a state vector.
         metadata: Further entries of the header, strings by name.
@@ -341,7 +349,7 @@ class ShardWriter:
     """
 
     def __init__(self, path: Path, header: bytes) -> None:
-        """Begin the file of a shard under a temporary name, with its safetensors header."""
+        """Begin the file of a shard (a part of a feature store) under a temporary name, with its safetensors header."""
         self.path = path
         self.part = part_file(path)  # the temporary name
         self.digest = hashlib.sha256()  # of all that is written
@@ -396,7 +404,7 @@ class ShardWriter:
         self.part.unlink(missing_ok=True)
 
     def _write(self, data: Any) -> None:
-        """Write bytes to the file, and add them to its checksum, so that the file need not be read again for it."""
+        """Write a buffer to the file, and add it to the checksum, so that the file need not be read again for it."""
         view = memoryview(data).cast("B")
         while len(view):
             # an unbuffered file may write less than asked
@@ -406,7 +414,10 @@ class ShardWriter:
 
 
 def _bytes_of(tensor: Tensor) -> Any:
-    """Return the bytes of a tensor on the host, as a buffer that shares its memory."""
+    """Return the bytes of a tensor on the host, as a buffer that shares its memory.
+
+    It can be written to a file without a copy.
+    """
     return tensor.contiguous().view(torch.uint8).numpy().data
 
 

@@ -54,7 +54,7 @@ class Damaged(ValueError):
 
 
 def _read_index(path: Path) -> dict[str, Any]:
-    """Return the index of a store; raise Damaged if a field that a reader needs is missing or wrong."""
+    """Return a feature store's index.json; raise Damaged if a field that a reader needs is missing or wrong."""
     try:
         index: dict[str, Any] = json.loads(path.read_text())
         # the first version did not name itself; the fields of newer versions are not known, so they are not checked
@@ -205,11 +205,11 @@ class FeatureStore:
         return self.folder if files else None
 
     def __len__(self) -> int:
-        """Return the number of examples in complete shards."""
+        """Return the number of examples in complete shards (files); others cannot be read."""
         return len(self.served)
 
     def __getitem__(self, index: int) -> Example:
-        """Return an example of the complete shards, with its features."""
+        """Return an example of the complete shards, with its features: the target's hidden states."""
         return self._read(self.number(index))
 
     def read(self, indices: Sequence[int]) -> list[Example]:
@@ -253,7 +253,7 @@ class FeatureStore:
         return path
 
     def number(self, index: int) -> int:
-        """Return the index in the data of the example at an index of this store.
+        """Return the index in the whole data of the example at an index of this store.
 
         They differ where shards are absent: a store serves only the examples of whole shards.
         """
@@ -275,7 +275,7 @@ class FeatureStore:
         return self.tokens[start:end].long(), self.loss_mask[start:end]
 
     def path(self, shard: int) -> Path:
-        """Return the file of a shard."""
+        """Return the path of a shard's file, by the shard's index."""
         return self.folder / f"shard-{shard:05d}.safetensors"
 
     def faults(self, *, read: bool = False) -> Iterator[tuple[int, str | None]]:
@@ -321,7 +321,7 @@ class FeatureStore:
         self.refresh()
 
     def writer(self, shard: int) -> ShardWriter:
-        """Return a writer of a shard, which begins its file and takes its examples in the order of the plan."""
+        """Return a writer of a shard (file), which takes its examples in the order of the plan of batches."""
         return ShardWriter(self.path(shard), self._header(shard))
 
     def shard_bytes(self, shard: int) -> int:
@@ -334,16 +334,16 @@ class FeatureStore:
 
     @property
     def total_bytes(self) -> int:
-        """Return the bytes of all shards' states, once they are complete."""
+        """The bytes of all shards' states, once they are complete."""
         return sum(map(self.shard_bytes, range(len(self.plan))))
 
     @property
     def bytes_per_token(self) -> float:
-        """Return the bytes on disk of one token of the sequences."""
+        """The bytes on disk of one token of the sequences, once all shards are complete."""
         return self.total_bytes / max(len(self.tokens), 1)
 
     def _repr_html_(self) -> str:
-        """Return the store's contents as HTML, for a notebook."""
+        """Return a table of what the store holds as HTML, which a notebook shows."""
         counts = self.index["examples"]
         rows = {
             "folder": self.folder,
@@ -417,6 +417,8 @@ class FeatureStore:
 
 def _suffices(name: str, stored: Any, needed: Any) -> bool:
     """Return whether a run can do with a difference: the store has more taps than needed, or has them at more slots.
+
+    The difference is between the identity of a store and that which a run needs.
 
     Args:
         name: The dotted name of the difference.

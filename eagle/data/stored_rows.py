@@ -40,7 +40,7 @@ class TapRoles:
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """Return all taps in order, the LM head's input last."""
+        """All taps (target layers whose inputs are read) in order, the LM head's input last."""
         return _sort_taps((*self.inputs, *self.teacher))
 
     @classmethod
@@ -134,7 +134,7 @@ class SequenceSizes:
     def rows(self, slots: Slots) -> Tensor:
         """Return [N], how many rows a store keeps for each of N sequences, without those that the one before has.
 
-        A row is the states at one slot, and `slots` says which slots are kept.
+        A row is the states at one slot (token), and `slots` says which slots are kept.
         """
         return {"all": self.tokens, "read": self.read - self.shared, "taught": self.teacher}[slots]
 
@@ -179,7 +179,7 @@ def restore_features(
     taps: Sequence[int],
     loss_masks: Sequence[Tensor],
 ) -> list[Tensor]:
-    """Return the features [T, L, D] of each sequence from the rows of a store; NaN where the store keeps none.
+    """Return the features [T, L, D] of each sequence from the rows (states at one token) of a store; NaN without one.
 
     They are the target's states, of width D, of its T tokens at L taps.
 
@@ -239,7 +239,7 @@ class Field(NamedTuple):
         return [rows, taps, width * self.entries // self.per]
 
     def row_bytes(self, taps: int, width: int) -> int:
-        """Return the bytes of a row: `taps` states, each of `width` numbers."""
+        """Return the bytes of a row, the states at one token: `taps` states, each of `width` numbers."""
         return math.prod(self.shape(1, taps, width)) * self.dtype.itemsize
 
 
@@ -257,7 +257,7 @@ DTYPES: dict[str, tuple[Field, ...]] = {
 
 
 def row_bytes(part: Part, dtype: str, width: int) -> int:
-    """Return the bytes of one row of a part, the states at one slot. `width` is the target's."""
+    """Return the bytes of one row of a part, the states at one slot (token). `width` is the target's."""
     return sum(field.row_bytes(len(part.taps), width) for field in DTYPES[dtype])
 
 

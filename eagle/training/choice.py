@@ -38,7 +38,7 @@ def decode_once(
     features: Features,
     held_out: list[int],
 ) -> Counts:
-    """Decode held-out prompts on the main process alone, and return what it counted on all processes.
+    """Decode held-out prompts on the main process alone, and return its counts on all processes.
 
     Args:
         accelerator: Every process calls with its own, since the counts are broadcast.
@@ -60,7 +60,7 @@ def decode_once(
 
 
 def group_by_prompt(counts: Counts) -> dict[tuple[str, int], list[int]]:
-    """Return [tokens, cycles] by (name of the temperature, index of the prompt): the samples that a comparison takes.
+    """Return [tokens, cycles] of each decoded prompt by (name of the temperature, index of the prompt).
 
     A cycle is one forward of the target over a draft.
     """
@@ -156,7 +156,7 @@ class Choice:
         return line
 
     def describe_gain(self, decoding: Decoding) -> str:
-        """Return a line that compares the best head with the head of `train.init`, and says which of them to use.
+        """Return a line that compares the best head with that of `train.init`, from which the run began.
 
         `decoding` estimates the difference of their acceptance lengths on the same prompts, and its interval.
         """

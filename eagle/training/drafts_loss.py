@@ -129,7 +129,7 @@ def weighted_divergence(
 ) -> Tensor:
     """Return the divergence of the student's logits [A, V] from the teacher's probs [A, V], summed by weights [A].
 
-    A are tokens, V the vocabulary. The gradient by the logits comes from a formula and not from autograd.
+    A are drafted tokens, V the vocabulary. The gradient by the logits comes from a formula and not from autograd.
     """
     # the function that `compare_with` makes returns losses [A] and their gradients by the logits [A, V]; it may
     # overwrite its arguments

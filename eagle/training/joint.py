@@ -33,7 +33,7 @@ class AdapterDropout(nn.Dropout):
     dropout: TextDropout | None = None  # draws for the sequences of the batch that is read now
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the adapter's input with dropout: [B, T, ..] of B sequences of the batch, padded to T tokens.
+        """Return a LoRA adapter's input with dropout: [B, T, ..] of B sequences of the batch, padded to T tokens.
 
         Any other input gets plain dropout.
         """
@@ -95,7 +95,8 @@ class Joint(nn.Module):
         Args:
             examples: The sequences, without features.
             heads_weight: The weight of the heads' loss.
-            part: The share of the sequences in their step; None where they are the whole step.
+            part: What the sequences of this forward must know of the whole optimizer step; None where they are the
+                whole step.
 
         Returns:
             "total", to be minimised; "target" and "heads", its two terms before the weight; the heads' logged losses.
@@ -214,12 +215,12 @@ class Joint(nn.Module):
         return [{"params": slow, "lr": lr}, {"params": fast, "lr": lr * self.settings.head_lr}]
 
     def merge(self) -> Any:
-        """Return the new target: the model with its adapters merged into its weights."""
+        """Return the new target: the model with its LoRA adapters merged into its weights."""
         return self.adapted.merge_and_unload()
 
 
 def _replace_dropouts(adapted: nn.Module) -> tuple[AdapterDropout, ...]:
-    """Replace the adapters' dropout modules, in place, by ones that draw by sequence, and return the new ones."""
+    """Replace the dropout modules of LoRA adapters, in place, by ones that sample by sequence; return the new ones."""
     for layer in adapted.modules():
         # PEFT keeps in each adapted layer a dropout module by name of adapter; other modules have no such attribute
         dropouts: Any = getattr(layer, "lora_dropout", {})

@@ -180,7 +180,7 @@ def resolve_dtype(recipe: Recipe) -> Recipe:
 
 @contextmanager
 def isolated_accelerate_state() -> Iterator[None]:
-    """Forget accelerate's global state at the end of the block.
+    """A context at whose end accelerate's global state is forgotten.
 
     Else the next run in this process could not launch with other settings, such as another precision.
     """
@@ -204,7 +204,7 @@ class _DataParallel(DistributedDataParallelKwargs):
 
 
 def _silence_deepspeed_warnings(cpu: bool) -> None:
-    """Silence two warnings of DeepSpeed: of the CPU that the user asked for, and of functions that torch renamed."""
+    """Silence two warnings of DeepSpeed: that it runs on a CPU, as was asked, and of functions renamed in torch."""
     if cpu:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
@@ -235,7 +235,7 @@ def _refuse_other_settings(settings: TrainSection) -> None:
 
 
 def refuse_other_engine(engine: dict[str, Any], settings: TrainSection) -> None:
-    """Refuse a DeepSpeed configuration, given in a file, that contradicts the recipe."""
+    """Refuse DeepSpeed's configuration `engine`, given in a file, if it contradicts the recipe."""
     accumulation = engine.get("gradient_accumulation_steps")
     _refuse_unless(
         "gradient_accumulation_steps",
@@ -318,7 +318,7 @@ def _check_processes(accelerator: Accelerator, settings: TrainSection, zero: boo
 
 
 def splits_weights(accelerator: Accelerator, settings: TrainSection) -> bool:
-    """Return whether every process holds only a share of the head's weights, by FSDP2 or ZeRO-3."""
+    """Return whether every process holds only a shard of the head's weights, by FSDP2 or DeepSpeed's ZeRO-3."""
     engine = accelerator.state.deepspeed_plugin
     return settings.shard_head or (engine is not None and engine.zero_stage == 3)
 
@@ -338,7 +338,10 @@ def shard_head(head: nn.Module) -> None:
 def prepare_sharded(
     accelerator: Any, head: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[Any, Any]:
-    """Return a sharded head in the accelerator's precision, without DDP, and its optimizer with whole state dicts."""
+    """Return a sharded head in the accelerator's precision, without DDP, and its optimizer with whole state dicts.
+
+    FSDP2 has split the weights over the processes.
+    """
     optimizer.register_state_dict_post_hook(lambda _, state: tree_map(gather, state))
     optimizer.register_load_state_dict_post_hook(_split_moments)
     # in "evaluation mode" accelerate sets the precision and does not wrap the head in DDP
@@ -384,7 +387,7 @@ def _split_moments(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _split_like(whole: Tensor, weight: Tensor) -> Tensor:
-    """Return this process's share of a whole tensor, split like a weight of the same shape."""
+    """Return this process's shard of a whole tensor, split like a weight of the same shape (FSDP2)."""
     # an unsharded weight, or a tensor that is split already
     if not isinstance(weight, DTensor) or isinstance(whole, DTensor):
         return whole

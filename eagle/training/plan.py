@@ -72,7 +72,8 @@ class Plan:
     def learned(self, steps: int) -> int:
         """Return how many supervised tokens the first `steps` steps read, repeated ones included.
 
-        It is for provenance and forecasts.
+        It is for provenance and forecasts. A supervised token is one of an assistant's answer, from which the head
+        learns.
         """
         whole_epochs, rest = divmod(steps, self.steps_an_epoch)
         tokens = whole_epochs * sum(self.slots[index] for index in self.training)
@@ -81,7 +82,7 @@ class Plan:
         return tokens
 
     def parts(self, step: int, count: int) -> list[list[int]]:
-        """Return a step's examples in `count` parts, one for each forward, of about equally many supervised tokens.
+        """Return a step's examples in `count` parts of about equally many supervised tokens, one part for each forward.
 
         Where a step has fewer examples than parts, a part that would be empty repeats an example: every process must
         run a forward. `weights` lets such a part count nothing.
@@ -101,7 +102,8 @@ class Plan:
         """Return the factor of each part's mean loss in the step's mean loss; the factors sum to 1.
 
         It is the part's share of the step's supervised tokens, or of its examples with `mean_over: texts`. An example
-        counts in the first part that has it, so that a part which repeats one weighs nothing.
+        counts in the first part that has it, so that a part which repeats one weighs nothing. A part is what one
+        forward reads.
 
         Args:
             step: The step.
@@ -116,7 +118,7 @@ class Plan:
         return weights
 
     def seeds(self, step: int, part: Sequence[int]) -> list[int]:
-        """Return a seed for each example of a part, for its noise and dropout: it differs between epochs.
+        """Return a seed for each example of a part (of one forward), for its noise and dropout; it differs by epoch.
 
         It does not depend on the part, so that a run with other processes draws the same.
         """
@@ -158,9 +160,9 @@ class Plan:
 
 
 def _share_left(step: int, steps: int, falling_steps: float) -> float:
-    """Return how much is left of the last `falling_steps` of the steps: 1 before they begin, 0 after the last step.
+    """Return which fraction of the last `falling_steps` steps is left: 1 before they begin, 0 after the last step.
 
-    It falls linearly.
+    The learning rate falls by it.
     """
     return min(max((steps - step) / max(falling_steps, 1), 0.0), 1.0)
 
@@ -189,7 +191,7 @@ class Dealer:
     def __init__(
         self, head: TrainableDrafter, features: Features, plan: Plan, rank: int, processes: int
     ) -> None:
-        """Deal for one process.
+        """Deal examples for one process.
 
         Args:
             head: The head that trains, which says how its loss is divided.
@@ -238,13 +240,16 @@ class Dealer:
         return run_ahead(jobs)
 
     def _load_jobs(self, first: int, pin: bool) -> Iterator[Callable[[], Batch]]:
-        """Yield for each of this rank's batches, from step `first` on, a function that loads it."""
+        """Yield for each batch of this process, from step `first` on, a function that loads it.
+
+        `pin` puts batches into pinned (page-locked) memory.
+        """
         for step in range(first, len(self.plan)):
             for indices in self._rank_parts(step):
                 yield partial(self.load, indices, step, pin)
 
     def _written_batches(self, first: int, every: int, pin: bool) -> Iterator[Batch]:
-        """Yield batches for `train.on_policy`, whose answers are written with the head's drafts before they are read.
+        """Yield batches for `train.on_policy`: the target first writes their answers with drafts of the head.
 
         The answers of `every` steps are written at once, with the head's weights of that time, so nothing is loaded
         ahead.
@@ -262,11 +267,14 @@ class Dealer:
                     yield self.load(indices, step, pin)
 
     def _rank_parts(self, step: int) -> list[list[int]]:
-        """Return the parts of a step that this process computes, as indices of examples."""
+        """Return the parts of a step that this process computes, as indices of examples.
+
+        A part is what one forward reads.
+        """
         return self.plan.parts(step, self.part_count)[self.rank :: self.processes]
 
     def load(self, indices: Sequence[int], step: int | None = None, pin: bool = False) -> Batch:
-        """Return the batch of a part's examples, on the host.
+        """Return the batch of a part's examples (those of one forward), on the host.
 
         Args:
             indices: The examples.
@@ -294,7 +302,8 @@ class Dealer:
         """Return the numbers by which the head divides its loss terms, summed over all examples of a step.
 
         None where each batch is divided by its own (a step is one part, or the loss is a mean over each sequence), and
-        where the divisors must be counted first.
+        where the divisors must be counted first. A step may be split into several forwards, and its loss must not
+        depend on the split.
         """
         if self.must_count_first or self.part_count == 1 or self.by_sequence:
             return None
@@ -311,7 +320,7 @@ class Dealer:
         count_divisor: Callable[[Batch], Tensor],
         sum_over_processes: Callable[[Tensor], Tensor],
     ) -> Iterator[Part]:
-        """Yield this process's parts of a step, each with the factor of its loss.
+        """Yield this process's parts of a step, each with the factor of its loss. A part is what one forward reads.
 
         Args:
             step: The step.
@@ -352,7 +361,7 @@ class Dealer:
         count_divisor: Callable[[Batch], Tensor],
         sum_over_processes: Callable[[Tensor], Tensor],
     ) -> Iterator[Part]:
-        """Yield this process's parts where the divisors are known only once all processes have loaded theirs.
+        """Yield this process's parts where the loss's divisors are known only once all processes have loaded theirs.
 
         Args:
             parts: The indices of each part's examples.
@@ -390,7 +399,7 @@ class Dealer:
             yield Part(indices, batch, supervised * (weight > 0))
 
     def _supervised_share(self, step: int) -> float:
-        """Return the factor by which `mean_over: all` turns a mean over supervised tokens into one over all tokens.
+        """Return the factor by which `train.mean_over: all` turns a mean over supervised tokens into one over all.
 
         It is the share of a step's tokens that are supervised; 1 for other means.
         """

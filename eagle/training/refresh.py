@@ -34,7 +34,7 @@ class Refresh:
         policy: OnPolicySection | None = None,
         seed: int = 0,
     ) -> None:
-        """Make the optimizer.
+        """Make the optimizer of a head that is kept current with its target.
 
         Args:
             head: The head to train.

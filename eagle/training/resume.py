@@ -52,7 +52,10 @@ FREE |= {"processes", "shard_head", "compile", "log_with", "project"}
 
 
 def decisive_settings(train: dict[str, Any]) -> dict[str, Any]:
-    """Return the training settings that decide what a head becomes, so that a resumed run must have the same."""
+    """Return the training settings that decide what a head becomes, so that a resumed run must have the same.
+
+    `train` is the recipe's section of that name.
+    """
     unused = set(FREE)
     # only the schedule wsd reads it
     if train["schedule"] != "wsd":
@@ -120,7 +123,7 @@ class Checkpoints:
 
         # the stages run on every process; only the main one makes, completes and removes folders
         def begin() -> None:
-            """Make the temporary folder, if there is room for a checkpoint."""
+            """Make the temporary folder of the checkpoint, if the disk has room."""
             if is_main:
                 # an earlier process was ended while it wrote these
                 for torn in self.folder.glob("*.part"):
@@ -129,7 +132,7 @@ class Checkpoints:
                 temporary.mkdir(parents=True)
 
         def save() -> None:
-            """Write head, optimizer and random states into it."""
+            """Write head, optimizer and random states into the temporary folder."""
             try:
                 self.accelerator.save_state(str(temporary))
             except DISK_FAULTS as error:
@@ -141,7 +144,7 @@ class Checkpoints:
                 raise
 
         def complete() -> None:
-            """Mark it complete with checksums, and give it its final name."""
+            """Mark the checkpoint complete with checksums, and give it its final name."""
             if is_main:
                 self._complete(temporary, step, state)
 
@@ -315,7 +318,8 @@ def _describe_launcher(deepspeed: bool, processes: int) -> str:
 def _run_on_all(work: Callable[[], None]) -> list[str]:
     """Run `work` on this process, and return the disk faults of all processes; all must call it together.
 
-    So every process learns that another failed, and none waits for it.
+    So every process learns that another failed, and none waits for it. A disk fault is an error of a full or broken
+    disk. Each stage of writing a checkpoint is such work.
     """
     fault = ""
     try:

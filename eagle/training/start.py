@@ -132,7 +132,10 @@ def follow_head(
 def _with_drafts(
     recipe: Recipe, target: Target | Borrowed, features: Features, head: Any, *, weights_split: bool
 ) -> OwnDrafts:
-    """Return the features of a run with `train.on_policy`, or refuse settings that exclude it."""
+    """Return the features of a run with `train.on_policy`, whose answers the target writes with the head's drafts.
+
+    Settings that exclude it are refused. The arguments are those of `follow_head`.
+    """
     policy = recipe.train.on_policy
     assert policy is not None
     # the method has not defined it

@@ -69,7 +69,7 @@ class PatientWandb(WandBTracker):
     """A run in wandb, or without a key or a network on the disk, for `wandb sync`; training never waits for it."""
 
     def start(self) -> None:
-        """Begin the run, or resume it; keep it on the disk if wandb cannot be reached."""
+        """Begin the run in wandb, or resume it; keep it on the disk if wandb cannot be reached."""
         # wandb is an optional package
         import wandb
 
@@ -123,7 +123,7 @@ class SteppedTrackio(TrackioTracker):
     """A run in trackio whose rows carry their step, which accelerate before 1.14 does not pass on."""
 
     def log(self, values: dict[str, Any], step: int | None = None, **options: Any) -> None:
-        """Log the numbers of a step."""
+        """Log the numbers of a step in trackio, together with the step."""
         self.run.log(values, step=step, **options)
 
 
@@ -276,7 +276,7 @@ class Trackers:
                 self._try(tracker, lambda tracker: tracker.log({"report": text}))
 
     def finish(self) -> None:
-        """End the runs."""
+        """End the run in every tracker."""
         for tracker in list(self.running):
             self._try(tracker, lambda tracker: tracker.finish())
 
@@ -318,13 +318,13 @@ class TrackedMetrics(Metrics):
         self.trackers.log({"step": step, **groups}, was_logged=was_logged)
 
     def close(self) -> None:
-        """Close the file, and end the runs."""
+        """Close metrics.jsonl, and end the runs in the trackers."""
         super().close()
         self.trackers.finish()
 
 
 def _send_all(keeper: RunKeeper, paths: Sequence[Path], tracker: GeneralTracker) -> None:
-    """Log each file as an artefact in the tracker's run, the way `keeper` knows."""
+    """Log each file as an artefact in the tracker's run; `keeper` says how this tracker takes files."""
     for path in paths:
         keeper.send(tracker, path)
 
@@ -371,7 +371,7 @@ def _parse(line: str) -> dict[str, Any]:
 
 
 def _row_key(row: Mapping[str, Any]) -> tuple[Any, frozenset[str]]:
-    """Return the key by which equal rows are found: the step and the names of the figures.
+    """Return the key by which equal rows of metrics are found: the step and the names of the figures.
 
     A step may have one row of training and one of validation.
     """

@@ -281,7 +281,10 @@ class _Run:
 
     @torch.no_grad()
     def _count_divisor(self, batch: Batch) -> Tensor:
-        """Return the divisor of a batch's loss for a head that `counts_by_forward`: only its forward knows it."""
+        """Return the number by which a batch's loss is divided, where only the head's forward knows it.
+
+        Such a head has `counts_by_forward`.
+        """
         # the engine of ZeRO-3 cannot run a forward that no backward follows
         head = self._whole_head() if self.deepspeed else self.model
         with self._autocast():
@@ -290,7 +293,7 @@ class _Run:
         return divisor
 
     def _sum_over_processes(self, counts: Tensor) -> Tensor:
-        """Return counts summed over all processes, on the device."""
+        """Return a tensor of counts summed over all processes, on the device."""
         return self.accelerator.reduce(counts.to(self.accelerator.device), "sum")
 
     def _update(self) -> Tensor:
@@ -311,11 +314,11 @@ class _Run:
         return [weight for weight in self.head.parameters() if weight.requires_grad]
 
     def print(self, line: str) -> None:
-        """Print a line on the main process."""
+        """Print a line, on the main process alone."""
         self.accelerator.print(line, flush=True)
 
     def _log(self) -> None:
-        """Write a row of means over the steps since the last log, and report steps that were skipped.
+        """Write a row of mean losses over the steps since the last log, and report steps that were skipped.
 
         A step is skipped if its gradients were not finite; it does not count in the means.
         """
@@ -445,9 +448,9 @@ class _Run:
         return figures(sums) if sums else {}
 
     def _sum_share(self, head: TrainableDrafter) -> dict[str, Tensor]:
-        """Return the validation sums of a head over this process's share of the held-out conversations, on the host.
+        """Return the validation sums of a head over those held-out conversations that this process reads, on the host.
 
-        They are by name, in float64; {} for a process without a share.
+        They are by name, in float64; {} for a process that reads none.
         """
         accelerator = self.accelerator
         held_out = self.plan.validation

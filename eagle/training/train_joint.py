@@ -177,7 +177,7 @@ class _JointRun:
         )
 
     def _checkpoint(self) -> None:
-        """Write a checkpoint; a full disk costs the checkpoint, not the run."""
+        """Write a checkpoint of the run; a full disk costs the checkpoint, not the run."""
         state = {
             "step": self.step,
             "skipped": self.skipped,
@@ -239,7 +239,7 @@ class _JointRun:
     def _means(self) -> dict[str, float]:
         """Return the mean losses and gradient norm since the last log, over steps whose gradients were finite.
 
-        It empties the list of unlogged steps, and counts the others as skipped.
+        It empties the list of unlogged steps, and counts those without finite gradients as skipped.
         """
         names = list(self.unlogged_steps[0])
         # [steps, names], summed over processes; the norm is the last column

@@ -75,14 +75,17 @@ class Gate(nn.Linear):
     """
 
     def __init__(self, inputs: int, width: int) -> None:
-        """Make the three maps as one, from `inputs` numbers to `width` each, initialised as torch's LSTM."""
+        """Make the three linear maps as one, from `inputs` numbers to `width` each, initialised as in torch's LSTM."""
         super().__init__(inputs, 3 * width)
         bound = width**-0.5
         nn.init.uniform_(self.weight, -bound, bound)
         nn.init.uniform_(self.bias, -bound, bound)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the new state [.., width] from x [.., inputs]."""
+        """Return the new state [.., width] from x [.., inputs].
+
+        out = sigmoid(o) * tanh(sigmoid(i) * tanh(c)): an LSTM step from an empty state, so without a forget gate.
+        """
         input_gate, cell, output_gate = super().forward(x).chunk(3, dim=-1)
         return output_gate.sigmoid() * (input_gate.sigmoid() * cell.tanh()).tanh()
 
@@ -104,7 +107,7 @@ class Falcon(TrainableDrafter):
     rotary: Rotary
 
     def __init__(self, settings: FalconSettings, shape: HeadShape) -> None:
-        """Make two gates, one block and its rotary tables."""
+        """Make two gates that join token and state, one Llama block, and its rotary tables."""
         super().__init__(settings, shape)
         width = shape.hidden_size
         self.gates = nn.ModuleList([Gate(2 * width, width), Gate(width, width)])
@@ -134,12 +137,12 @@ class Falcon(TrainableDrafter):
 
     @property
     def levels(self) -> int:
-        """The largest number of levels that it drafts, one token each."""
+        """The largest number of levels (tokens) that a draft may have."""
         return int(self.settings.levels)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of its weights."""
+        """The dtype of the head's weights, in which it computes."""
         return next(self.parameters()).dtype
 
     def enter(
@@ -148,7 +151,7 @@ class Falcon(TrainableDrafter):
         hidden: Tensor,
         drop: Callable[[Tensor], Tensor] = lambda state: state,
     ) -> Tensor:
-        """Return the transformer block's input [.., H]: two gates applied to embedded tokens and states.
+        """Return the transformer block's input [.., H]: two gates (LSTM steps) applied to embedded tokens and states.
 
         Args:
             embedded: The tokens' embeddings [.., H], H the hidden size.
@@ -311,7 +314,7 @@ class Falcon(TrainableDrafter):
         return read(tokens, hidden), answer_states, blocks.weights(counted).flatten()
 
     def _dropout(self, batch: Batch) -> TextDropout:
-        """Return the dropout between the gates, from each sequence's seed; it does nothing outside training."""
+        """Return the dropout between the two gates, by each sequence's seed; it does nothing outside training."""
         # the last two tokens of a sequence have no slot
         slot_counts = [max(length - 2, 0) for length in batch.lengths]
         share = self.settings.dropout if self.training else 0.0
@@ -319,11 +322,17 @@ class Falcon(TrainableDrafter):
 
     @property
     def follows_progress(self) -> bool:  # type: ignore[override]
-        """Whether the loss depends on the progress of training, because the share of glanced slots changes."""
+        """Whether the loss depends on the progress of training.
+
+        It does if the share of slots that read their answers changes over the run.
+        """
         return bool(self.settings.glance_from != self.settings.glance_to)
 
     def glanced_share(self, progress: float) -> float:
-        """Return the share of wrongly predicted slots that read their answers, linear in the progress (0 to 1)."""
+        """Return the share of wrongly predicted slots that read their answers, linear in training's progress (0 to 1).
+
+        In a glancing Transformer (Qian et al. 2021) the others then learn from these answers, and fewer over time.
+        """
         settings = self.settings
         return float(settings.glance_from + (settings.glance_to - settings.glance_from) * progress)
 
@@ -408,7 +417,9 @@ class Falcon(TrainableDrafter):
         return [(state, target_head.logits) for state in level_states[:levels]]
 
     def _slot_pairs(self, entered: Tensor, tables: Pair) -> list[Pair]:
-        """Return the keys and values of A blocks: a pair [heads, A, w of a head] for each of the k slots, in order.
+        """Return the keys and values of A blocks: a pair [heads, A, w] for each of the k slots of a block, in order.
+
+        They are what later blocks of the same draft attend to. w is the width of a head.
 
         Args:
             entered: The transformer block's inputs at the slots of the blocks [k * A, hidden size], slot by slot.
@@ -422,11 +433,11 @@ class Falcon(TrainableDrafter):
     # -- drafting -----------------------------------------------------------------------------------------------------
 
     def open(self) -> BlockState:
-        """Return the state for several sequences drafted in a batch."""
+        """Return the drafting state for several sequences that are decoded in a batch."""
         return BlockState(self)
 
     def forwards(self, budget: Budget) -> tuple[int, ...]:
-        """Return how many slots each forward after the first reads: a block of k for each node of every k-th level.
+        """Return how many slots (tokens) each forward after the first reads: k for each node of every k-th level.
 
         The cost of a draft within this budget is forecast from it. The first forward reads the committed tokens.
         """
@@ -435,7 +446,7 @@ class Falcon(TrainableDrafter):
         return tuple(self.size * nodes for nodes in rows[self.size - 1 :: self.size])
 
     def unread(self, accepted: int, depth: int) -> int:
-        """Return how many slots the next draft's first forward reads.
+        """Return how many slots (tokens) the next draft's first forward reads.
 
         They are those of the accepted tokens and of the root, and k - 1 earlier ones.
 
@@ -446,7 +457,7 @@ class Falcon(TrainableDrafter):
         return accepted + self.size
 
     def kept_bytes(self, tokens: int, column: ColumnBytes) -> int:
-        """Return the bytes of one sequence's state: keys and values, and the inputs at the last slots (`BlockState`).
+        """Return the bytes of one sequence's state: keys and values, and inputs of the last k - 1 tokens.
 
         Args:
             tokens: The length of the sequence, the tokens of a draft included.
@@ -475,7 +486,10 @@ class Falcon(TrainableDrafter):
 
 
 def likeliest(states: Tensor, target_head: TargetHead) -> Tensor:
-    """Return the likeliest token [R] for each of R states [R, hidden size], by the target's LM head."""
+    """Return the likeliest token [R] for each of R states [R, hidden size], by the target's LM head.
+
+    Training compares them to find wrong predictions.
+    """
     # `max` gives the same as `argmax`, which takes four times as long in bf16 on CPUs; the states are split because
     # logits of all rows may not fit in memory
     return torch.cat([target_head.logits(rows).max(-1).indices for rows in states.split(ROWS)])
@@ -486,7 +500,7 @@ def replace_rows(rows: Tensor, slots: Tensor, marked: Tensor, replacements: Tens
 
     Args:
         rows: [N, ..], of all N slots.
-        slots: [R], the indices of R rows.
+        slots: [R], the indices of the R rows that may be replaced.
         marked: R booleans, whether to replace the row at this index.
         replacements: [R, ..], used where `marked` is true.
     """
@@ -517,7 +531,10 @@ class SlotBlocks:
 
     @classmethod
     def everywhere(cls, batch: Batch, size: int) -> SlotBlocks:
-        """Return blocks of `size` slots that end at every supervised slot, as validation reads them; they overlap."""
+        """Return blocks of `size` slots that end at every supervised slot, as validation reads them; they overlap.
+
+        A slot is a token that is read with the target's state before it; it is supervised if its answer is.
+        """
         return cls._ending_at(
             batch, size, firsts=[0] * len(batch.lengths), stride=1, generators=_generators(batch)
         )
@@ -596,7 +613,7 @@ class SlotBlocks:
         )
 
     def answers(self, token_indices: Tensor, count: int) -> Tensor:
-        """Return [R], for each of the R = k * A slots of A blocks the index of the target's state that it predicts.
+        """Return [R], the index of the target's state that each of the R = k * A slots of A blocks predicts.
 
         Args:
             token_indices: [N], the index of each of all N slots among all tokens.
@@ -626,7 +643,7 @@ class SlotBlocks:
         return counted * share.index_select(0, self.sequences)
 
     def glance(self, wrong: Tensor, share: float) -> Tensor:
-        """Return which slots read their answers, a bool [k, A] for the k slots of A blocks.
+        """Return which slots read their answers in training, a bool [k, A] for the k slots of A blocks.
 
         They are on average `share` times as many as predict a wrong token.
 
@@ -645,7 +662,7 @@ class SlotBlocks:
         return is_glanced & (slot < self.glance_count)
 
     def sum_by_sequence(self, marked: Tensor) -> Tensor:
-        """Return [M], for each of M sequences how many slots of its blocks are marked.
+        """Return [M], for each of M sequences how many slots (tokens) of its blocks are marked.
 
         `marked` is a bool [k, A], for the k slots of all A blocks.
         """

@@ -76,7 +76,7 @@ class FeatureHead(UnrolledDrafter):
 
     @property
     def parts(self) -> Parts:
-        """The matrix whose halves read the embedding and the state; `eagle doctor` checks if they were swapped."""
+        """The matrix whose halves read the embedding and the state; `eagle doctor` tests whether they were swapped."""
         return Parts(halves=(("fc.weight",),))
 
     @classmethod
@@ -194,7 +194,10 @@ class FeatureHead(UnrolledDrafter):
         return regression, loss, step_losses
 
     def _add_noise(self, batch: Batch, features: Tensor) -> Tensor:
-        """Return features [N, 1, width] at all N slots plus uniform noise in training, unchanged in evaluation."""
+        """Return features [N, 1, width] at all N slots plus uniform noise in training, unchanged in evaluation.
+
+        Noise makes the head robust to the errors of its own features (EAGLE-1).
+        """
         if not (self.training and self.settings.noise):
             return features
         min_length = 1 if self.settings.noise_as_published else FULL_SPREAD

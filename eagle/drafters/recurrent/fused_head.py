@@ -147,7 +147,7 @@ class FusedHead(UnrolledDrafter):
 
     @classmethod
     def sizes(cls, settings: Any) -> dict[str, int]:
-        """Return the keys of `head_shape` that the settings decide; other sizes are the target's, with one block."""
+        """Return the keys of the head's config that the settings decide; all other sizes are the target's."""
         return (
             {"intermediate_size": settings.intermediate_size} if settings.intermediate_size else {}
         )
@@ -191,14 +191,14 @@ class FusedHead(UnrolledDrafter):
         return self.layers[0].read_pair(embedded, hidden, rotary, mask, cache)
 
     def project_tokens(self, embedded: Tensor) -> Tensor:
-        """Return the tokens' part [N, P] of queries, keys and values, which serves all draft steps in training.
+        """Return the tokens' part [N, P] of queries, keys and values, computed once for all draft steps in training.
 
         `embedded` are the embeddings [N, hidden size] of N tokens. P is the width of queries, keys and values together.
         """
         return self.layers[0].project_tokens(embedded)
 
     def block_inputs(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
-        """Return the inputs of the first block's steps in training, at N slots.
+        """Return the inputs of the first block in training, at N slots (tokens that are read with a state).
 
         Args:
             tokens: What `project_tokens` returned for the slots' tokens [N, ..].

@@ -60,7 +60,7 @@ class HeadState(SequenceState):
     head: LevelHead
 
     def __init__(self, head: LevelHead, window: Window | None = None) -> None:
-        """Begin without sequences; `window` is that of the head's blocks, None if tokens see their whole sequence."""
+        """Begin without sequences; `window` is the head's sliding window of attention, None if it has none."""
         super().__init__(head, window)
         self.drafts = head.drafts
         self.loop = None if head.capture is None else StaticLoop(head.capture)
@@ -90,7 +90,7 @@ class HeadState(SequenceState):
         cache_rows: list[int],
         hidden: Tensor,
     ) -> list[DraftTree]:
-        """Return the draft tree of each request.
+        """Return the draft tree of each request, grown level by level.
 
         Args:
             requests: Those of the B rows, the sequences of the batch.
@@ -174,7 +174,7 @@ class HeadState(SequenceState):
         return DeviceTrees(cache_rows, columns, budget.depth, parents)
 
     def _unlike_rows(self, cache_rows: list[int]) -> list[int]:
-        """Return the cache rows that need a mask and positions of their own.
+        """Return the cache rows (sequences) that need a mask and positions of their own.
 
         It is only the first if all sequences have as many columns and the same length: its mask and positions then
         serve all rows.
@@ -219,9 +219,10 @@ class HeadState(SequenceState):
         return *tables, committed
 
     def _hide_after(self, lengths: Sequence[int], columns: int) -> Tensor:
-        """Return the additive mask [B, columns] that hides the cache columns after the end of each of B sequences.
+        """Return the additive mask [B, columns] that hides cache columns after the end of each of B sequences.
 
-        It is 0 at the columns of sequence i, `lengths[i]` in number, and the dtype's lowest number after them.
+        It is 0 at the columns of sequence i, `lengths[i]` in number, and the dtype's lowest number after them. A column
+        holds one token's key and value.
         """
         committed = torch.zeros(len(lengths), columns, dtype=self.dtype, device=self.device)
         # nothing is hidden if every sequence fills all columns
@@ -317,7 +318,7 @@ class Levels(FollowsRows):
         return logits
 
     def _inputs_at(self, levels: slice) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        """Return the rotary tables of some levels and the mask of the columns before the draft, for `self.rows`.
+        """Return the rotary tables of some levels, and the mask of the cached tokens before the draft, for `self.rows`.
 
         `levels` are counted from 0, the root's children. The tables are cosines and sines [B or 1, levels, w of a
         head]; the mask has an entry for each of the B rows, or one for all.
@@ -333,7 +334,7 @@ class Levels(FollowsRows):
 
 
 def _hide_levels(tree_mask: Tensor, begin: int) -> Tensor:
-    """Return a tree mask [B, K, R] that is false at the columns before `begin`, for levels that left the window.
+    """Return a tree mask [B, K, R] that is false at the nodes before `begin`, as their levels left the window.
 
     For each of B rows it tells which of R drafted nodes each of K nodes sees.
     """
@@ -386,5 +387,5 @@ def _can_replay(requests: Sequence[DraftRequest], cache_rows: Sequence[int]) -> 
 
 
 def count_unlike(lengths: Sequence[int]) -> int:
-    """Return how many rows of masks and positions a forward needs: one, which serves all, if all lengths are equal."""
+    """Return for how many sequences masks and positions are made: for one, which serves all, if lengths are equal."""
     return 1 if min(lengths) == max(lengths) else len(lengths)

@@ -52,7 +52,7 @@ class LayerLayout(NamedTuple):
 
 
 def known_layouts(layers: int) -> tuple[LayerLayout, ...]:
-    """Return the known layouts of an MTP layer in the checkpoint of a target with this number of layers.
+    """Return the known layouts of a multi-token prediction layer in the checkpoint of a target with so many layers.
 
     They are those of DeepSeek-V3, MiMo and Qwen3-Next. Each tells how the layer's tensors are named.
     """
@@ -130,7 +130,7 @@ class Mtp(UnrolledDrafter):
 
     @property
     def parts(self) -> Parts:
-        """The matrix whose halves read the embedding and the state; `eagle doctor` checks if they were swapped."""
+        """The matrix whose halves read the embedding and the state; `eagle doctor` tests whether they were swapped."""
         return Parts(halves=(("eh_proj.weight",),))
 
     @classmethod
@@ -158,7 +158,10 @@ class Mtp(UnrolledDrafter):
 
     @classmethod
     def _start_head(cls, settings: MtpSettings, config: Any, weights: Weights | None) -> Mtp:
-        """Return a head with the weights that the setting `start` names; the arguments are those of `for_target`."""
+        """Return a head with the weights that the setting `start` names; the arguments are those of `for_target`.
+
+        They are those of the target's own multi-token prediction layer, of its last block, or random.
+        """
         if weights is None or settings.start == "random":
             return cls(settings, head_shape(config))
         layout = _find_mtp_layer(weights, config) if settings.start == "target" else None
@@ -217,7 +220,10 @@ class Mtp(UnrolledDrafter):
 
     @property
     def network(self) -> dict[str, Any]:
-        """The network's name and the order of token and state; biases and norms by head are in the shape."""
+        """The network's name, and whether its projection reads the state before the token.
+
+        Heads of one network can start from one another. Biases and norms by head are in the config.
+        """
         return {"network": "mtp", "hidden_first": self.settings.hidden_first}
 
     # -- one level ----------------------------------------------------------------------------------------------------
@@ -246,7 +252,7 @@ class Mtp(UnrolledDrafter):
         return self.layers[0](self.eh_proj(torch.cat(halves, dim=-1)), rotary, mask, cache)
 
     def project_tokens(self, embedded: Tensor) -> Tensor:
-        """Return the tokens' part of the projection [N, hidden size], which serves all draft steps in training.
+        """Return the tokens' part of the projection [N, hidden size], computed once for all draft steps in training.
 
         `embedded` are the embeddings [N, hidden size] of N tokens.
         """
@@ -272,7 +278,7 @@ class Mtp(UnrolledDrafter):
         return self.norm(state)
 
     def logits(self, state: Tensor, target_head: TargetHead) -> Tensor:
-        """Return the logits [.., V] that the target's LM head gives to the head's states [.., width], normed here."""
+        """Return the logits [.., V] that the target's LM head gives to the head's states [.., width], normed first."""
         return target_head.logits(self.norm(state))
 
     # -- training -----------------------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ class UnrolledDrafter(CompiledParts, ReducedVocab, TrainableDrafter):
 
     @property
     def stack(self) -> dict[str, Any]:
-        """The entries of `network` that describe the stack of blocks: their number if several, and their window if any.
+        """What `network` says about the stack of blocks: their number if several, and their attention window if any.
 
         The same weights with other values are another network.
         """
@@ -74,7 +74,7 @@ class UnrolledDrafter(CompiledParts, ReducedVocab, TrainableDrafter):
 
     @property
     def window(self) -> Window | None:
-        """The attention window of every block; None if tokens see their whole sequence."""
+        """The sliding window of attention of every block; None if tokens see their whole sequence."""
         window: Window | None = getattr(self.settings, "window", None)
         return window
 
@@ -265,7 +265,8 @@ class UnrolledDrafter(CompiledParts, ReducedVocab, TrainableDrafter):
     ) -> list[tuple[Tensor, Callable[[Tensor], Tensor]]]:
         """Return each level's states [S, H] at the S supervised slots, and the function that makes logits of them.
 
-        A draft begins at every supervised slot, with the sequence's tokens as draft tokens. H is the hidden size.
+        A draft begins at every supervised slot, with the sequence's tokens as draft tokens. H is the hidden size. A
+        slot is a token of a sequence.
         """
         return [
             (state, lambda state: self.logits(state, target_head))
@@ -273,13 +274,16 @@ class UnrolledDrafter(CompiledParts, ReducedVocab, TrainableDrafter):
         ]
 
     def level_states(self, batch: Batch, target_head: TargetHead, levels: int) -> list[Tensor]:
-        """Return each level's states [S, hidden size] at all S supervised slots, of drafts that begin there."""
+        """Return each level's states [S, hidden size] at all S supervised slots, of drafts that begin there.
+
+        A slot is a token at which training or validation lets a draft begin; it is supervised if its answer is.
+        """
         return self.unroll(batch, target_head, levels).states
 
     # -- drafting -----------------------------------------------------------------------------------------------------
 
     def open(self) -> DraftState:
-        """Return the state for several sequences drafted in a batch."""
+        """Return the drafting state, with a KV cache, for several sequences that are decoded in a batch."""
         return HeadState(self, self.window)
 
     def read(
@@ -304,7 +308,7 @@ class UnrolledDrafter(CompiledParts, ReducedVocab, TrainableDrafter):
         return state
 
     def forwards(self, budget: Budget) -> tuple[int, ...]:
-        """Return how many nodes each forward after the first reads: one forward for each level of the tree.
+        """Return how many nodes each forward of a draft reads, after the first: one forward for each level of the tree.
 
         The cost of a draft within this budget is forecast from it. The first forward reads the committed tokens.
         """
@@ -313,7 +317,7 @@ class UnrolledDrafter(CompiledParts, ReducedVocab, TrainableDrafter):
     def kept_bytes(self, tokens: int, column: ColumnBytes) -> int:
         """Return the bytes of keys and values of every block that a sequence of `tokens` tokens needs at most.
 
-        `column` is not used: the bytes that a token takes in the target.
+        `column` is not used: the bytes that a token takes in the target. The forecast of memory asks for it.
         """
         # the cache has the most columns just before the window drops some
         if self.window is not None:

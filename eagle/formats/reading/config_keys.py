@@ -39,13 +39,16 @@ ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a value is a finite number above 0."""
+    """Return whether a value is a finite number above 0.
+
+    Values of a config are of unknown origin, and may be of any type.
+    """
     # `type` and not isinstance, since true is an int too; the limit keeps absurd numbers out of computations
     return type(value) in (int, float) and 0 < value < 1e30 and math.isfinite(value)
 
 
 def _is_count(value: Any, minimum: int = 0) -> bool:
-    """Return whether a value is a whole number from `minimum` to MAX_SIZE, which is above any size or token id."""
+    """Return whether a config's value is a whole number from `minimum` to MAX_SIZE, above any size or token id."""
     # `type` and not isinstance, since true is an int too
     return type(value) is int and minimum <= value < MAX_SIZE
 
@@ -118,7 +121,7 @@ class Keys:
         return None
 
     def section(self, name: str) -> Keys:
-        """Return a nested section by its key, empty if it is absent; what is wrong in it is added to the same list."""
+        """Return a nested section of the config by its key, empty if it is absent; its faults join the same list."""
         return Keys(self.read(name) or {}, f"{self.prefix}{name}.", self.wrong)
 
 

@@ -115,7 +115,10 @@ def check_links(folder: Path) -> None:
 
 
 def has(folder: Path, name: str) -> bool:
-    """Return whether a folder has an entry of this name, of any kind, even a link to nothing."""
+    """Return whether a folder has an entry of this name, of any kind, even a link to nothing.
+
+    Config and weights of a checkpoint are looked for by it.
+    """
     return (folder / name).exists() or (folder / name).is_symlink()
 
 
@@ -151,7 +154,10 @@ def read_bounded(folder: Path, name: str, max_bytes: int) -> bytes:
 
 
 def read_start(path: Path, count: int) -> bytes:
-    """Return the first `count` bytes of a file, fewer if it is shorter; ValueError if it cannot be read."""
+    """Return the first `count` bytes of a file, fewer if it is shorter; ValueError if it cannot be read.
+
+    A safetensors file begins with its header, so that no tensor need be read.
+    """
     try:
         with path.open("rb") as file:
             return file.read(count)
@@ -194,7 +200,7 @@ def parse_json(text: bytes, source: str) -> dict[str, Any]:
 
 
 def _refuse(constant: str) -> Any:
-    """Raise ValueError for a constant such as NaN, which Python's parser of JSON would accept."""
+    """Raise ValueError for a constant such as NaN, which JSON does not have and Python's parser would accept."""
     raise ValueError(f"{constant} is not a number")
 
 
@@ -237,7 +243,7 @@ class TensorEntry:
 
     @property
     def bytes(self) -> int:
-        """The tensor's size in bytes."""
+        """The tensor's size in bytes, by its shape and dtype."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 

@@ -119,7 +119,7 @@ class HeadFolder:
 
     @property
     def is_of_speculators(self) -> bool:
-        """Whether the config is one of `speculators`."""
+        """Whether the config is one of the project `speculators`, which nests sizes and settings."""
         return "speculators_model_type" in self.config or "transformer_layer_config" in self.config
 
     @property
@@ -151,7 +151,7 @@ class HeadFolder:
         return any(name.startswith(prefix) for name in self.names.values())
 
     def entry(self, name: str) -> TensorEntry | None:
-        """Return a tensor's dtype, shape and file by this project's name; None if the file lacks it."""
+        """Return a tensor's dtype, shape and file by this project's name of it; None if the checkpoint lacks it."""
         return self.tensors.stored.get(self.names.get(name, ""))
 
     def side(self, name: str, dim: int) -> int | None:
@@ -162,7 +162,7 @@ class HeadFolder:
         return entry.shape[dim]
 
     def load(self, name: str) -> Tensor:
-        """Return a tensor's values, as the file has them, by this project's name; the file must hold it."""
+        """Return a tensor's values as the file has them, by this project's name of it; the file must hold it."""
         return self.tensors.load(self.names[name])
 
     def problem(self, what: str, fix: str = "", fatal: bool = True) -> None:
@@ -199,7 +199,7 @@ class HeadFolder:
                 )
 
     def mark_handled(self, *names: str) -> None:
-        """Mark keys that do not matter as handled in every section, so that they do not count as unknown."""
+        """Mark keys that do not matter as handled in every section of the config, so that none counts as unknown."""
         for section in self.sections:
             section.handled |= set(names)
 
@@ -230,7 +230,7 @@ def list_some(names: Iterable[str]) -> str:
 
 
 def refuse_tensors(head: HeadFolder, names: Iterable[str]) -> None:
-    """Add to the head's problems tensors that no network here has, with what they are where that is known.
+    """Add a problem to the checkpoint for tensors that no network here has, with what they are where that is known.
 
     Args:
         head: The checkpoint.
@@ -253,7 +253,7 @@ def refuse_tensors(head: HeadFolder, names: Iterable[str]) -> None:
 
 
 def compare_copies(head: HeadFolder, copies: dict[str, str]) -> None:
-    """Add to the head's problems duplicates of a tensor that differ; equal ones are only noted as left out.
+    """Add a problem to the checkpoint for duplicates of a tensor that differ; equal ones are noted as left out.
 
     Args:
         head: The checkpoint.
@@ -324,7 +324,7 @@ def _compare_rows(head: HeadFolder, stored: str, differing: int, may_differ: boo
         head: The checkpoint.
         stored: The copy's name in the file.
         differing: The number of rows that differ.
-        may_differ: As in `compare_borrowed`.
+        may_differ: Whether such heads may train their copy: a difference is then noted, and no problem.
     """
     total = head.tensors.stored[stored].shape[0]
     left_out = f"{stored} is left out, heads here use the target's"
@@ -480,7 +480,10 @@ def _read_size(head: HeadFolder, name: str, tensor: str) -> int:
 
 
 def read_own(head: HeadFolder) -> None:
-    """Set `names`, `shape`, `settings` and taps of a head of this project, whose config states them under our names."""
+    """Set `names`, `shape`, `settings` and taps of a head of this project, whose config has them by our names.
+
+    Taps are the target's layers whose inputs it reads.
+    """
     head.names = {name: name for name in head.tensors.stored}
     read_sizes(head)
     head.settings = dict(head.config["settings"])

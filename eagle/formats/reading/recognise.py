@@ -103,7 +103,7 @@ def _recognise_foreign(head: HeadFolder) -> Network | None:
 
 
 def _refuse_kind(head: HeadFolder, advice: str) -> None:
-    """Add to the head's problems that it is no head of a known network, with what it is and advice on it."""
+    """Add a problem to the checkpoint: that it is no head of a known network, with what it is and advice on it."""
     head.problem(f"this is no head of EAGLE's: {head.kind}; {_describe(head)}", advice, fatal=False)
 
 
@@ -175,7 +175,10 @@ def kind_by_config(config: dict[str, Any]) -> str:
 
 
 def _is_named(network: Network, words: list[str], config: dict[str, Any]) -> bool:
-    """Return whether a config names a network, by a word of `_read_words` or by a key that no other network has."""
+    """Return whether a config names a network, by one of its `words` or by a key that no other network has.
+
+    The words are the config's types, method and architecture, in lower case.
+    """
     return any(re.search(network.type_words, word) for word in words) or any(
         key in config for key in network.config_keys
     )
@@ -229,7 +232,10 @@ def _architecture(config: dict[str, Any]) -> str:
 
 
 def _is_fused(head: HeadFolder) -> bool:
-    """Return whether an EAGLE head is an EAGLE-3 head and no EAGLE-1 head: one sign is enough."""
+    """Return whether an EAGLE head is an EAGLE-3 head, which fuses several layers: one sign is enough.
+
+    Else it is an EAGLE-1 head.
+    """
     words = f"{head.architectures[:1]} {head.config.get('speculators_model_type')}".lower()
     is_named = head.has_block("midlayer.") or "draft_vocab_size" in head.config or "eagle3" in words
     # its attention reads embedding and state concatenated: q_proj is [..., 2 x width]
