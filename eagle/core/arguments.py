@@ -93,6 +93,8 @@ def _check_rule(sampling: Sampling, budget: Any, drafter: Drafter) -> None:
 def check_confidence(confidence: float | None, drafter: Drafter) -> None:
     """Refuse a budget's confidence threshold if the drafter does not predict how likely its nodes are accepted.
 
+    A head that was trained with a confidence output has `rates_nodes`.
+
     Args:
         confidence: `Budget.confidence`, the least predicted probability of acceptance at which a node gets children;
             None for no threshold.
@@ -153,6 +155,8 @@ def list_values(name: str, value: Any, count: int) -> list[Any]:
 def list_traces(traces: Any, count: int) -> list[Trace]:
     """Return a list of `count` traces, to which answers are written: the caller's, one for each prompt, or new ones.
 
+    A trace is the record of one answer: its tokens, its cycles and why it ended.
+
     Args:
         traces: The caller's list; None for new traces.
         count: The number of prompts.
@@ -180,7 +184,7 @@ def list_traces(traces: Any, count: int) -> list[Trace]:
 
 
 def check_unused(trace: Trace) -> None:
-    """Refuse a trace that records an answer already."""
+    """Refuse a trace (the record of one answer) that holds an answer already."""
     if trace.tokens or trace.cycles or trace.finish != "running":
         raise ValueError(
             f"the trace records an answer of {len(trace.tokens)} tokens already: pass a new Trace()"
@@ -274,7 +278,10 @@ def prompt_rows(prompt: Any, batch_size: int | None = None) -> list[list[int]] |
 
 
 def _list_rows(value: Any) -> list[Any] | None:
-    """Return the prompts of a value that can hold several, each in its own form, or None if it is a single prompt."""
+    """Return the prompts of a value that can hold several, each in its own form, or None if it is a single prompt.
+
+    `prompt` of the public calls may be either.
+    """
     # a tensor or an array of any library: two dimensions are several prompts
     if hasattr(value, "tolist"):
         return list(value) if len(value.shape) == 2 else None
@@ -380,7 +387,10 @@ def _input_ids(prompt: Mapping[str, Any]) -> list[int]:
 
 
 def _media_in(prompt: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all outputs of a processor but tokens and mask, by name, if images are among them, else an empty dict."""
+    """Return all outputs of a processor but tokens and mask, by name, if images are among them, else an empty dict.
+
+    A vision model's forward takes them beside the tokens.
+    """
     # inputs such as token types are needed only to tell image tokens from text, so they are dropped without images
     media = {
         name: value

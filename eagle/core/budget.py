@@ -33,7 +33,10 @@ class Budget:
     confidence: float | None = None
 
     def __post_init__(self) -> None:
-        """Check the fields; ValueError names the field, what it holds and what is expected."""
+        """Check the fields; ValueError names the field, what it holds and what is expected.
+
+        Users make budgets, so that a mistake is named here and not in the middle of a forward.
+        """
         # object.__setattr__, because a frozen dataclass refuses to set its fields in any other way
         for name in ("nodes", "depth", "top_k"):
             value = whole(f"Budget.{name}", getattr(self, name))
@@ -117,7 +120,10 @@ class Budget:
         return min(self.nodes, self.depth, self.top_k) == 0
 
     def within(self, levels: int) -> Budget:
-        """Return this budget with a depth of at most `levels`; it allows no drafts if these are 0 or fewer."""
+        """Return this budget with a depth of at most `levels`; it allows no drafts if these are 0 or fewer.
+
+        The decoding loop calls it in each cycle, because an answer may end before a full draft would.
+        """
         if self.depth <= levels:
             return self
         return replace(self, depth=max(levels, 0))

@@ -47,14 +47,18 @@ class TargetHead:
     width: int | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TargetHead:
-        """Return itself, so that `copy.deepcopy` of a drafter copies none of the target's weights."""
+        """Return itself, so that `copy.deepcopy` of a drafter copies none of the target's weights.
+
+        It is shared, and the weights may be large.
+        """
         return self
 
     @property
     def scale(self) -> float:
         """The factor from a row of the embedding matrix to the embedding that the first layer reads.
 
-        It is `embed_scale` times the factor that the embedding module applies itself, as Gemma's does.
+        It is `embed_scale` times the factor that the embedding module applies itself, as Gemma's does. A store of the
+        target's head keeps it, because only the matrix is written there.
         """
         # rounded to the weights' precision, as the module does
         factor = torch.as_tensor(getattr(self.embedding, "embed_scale", 1.0))
@@ -172,7 +176,7 @@ class TargetHead:
 
     @property
     def weight(self) -> Tensor:
-        """The LM head's matrix, [V, D]: a row of the target's width D for each of V tokens."""
+        """The LM head's matrix, [V, D]: a row of D numbers, the target's width, for each of V tokens."""
         return self.output.get_parameter("weight")
 
 
@@ -221,6 +225,8 @@ class Noise(Protocol):
     def filter_logits(self, logits: Tensor) -> Tensor:
         """Return the logits, far lower for tokens that a target with these logits would not sample (top-k, top-p, ...).
 
+        A drafter that samples then does not propose tokens that are always rejected.
+
         Args:
             logits: [K, V], K distributions over V tokens.
         """
@@ -243,7 +249,10 @@ class Reads:
 
     @property
     def trees(self) -> bool:
-        """Whether the drafter reads what the target computes at the nodes of a draft tree, rejected ones included."""
+        """Whether the drafter reads what the target computes at the nodes of a draft tree, rejected ones included.
+
+        Then the tree must be on the host, and the loop returns it to the drafter after verification.
+        """
         return bool(self.choices or self.states or self.followers)
 
 
@@ -382,7 +391,9 @@ class Drafter:
         return self.bound_to
 
     def begin(self, noise: Noise | None = None) -> DraftSequence:
-        """Return the state for one new sequence; by default `open` makes a state for several, of which this is one row.
+        """Return the state for one new sequence, such as a KV cache; a drafter defines this or `open`.
+
+        By default `open` makes a state for several sequences, of which this is the only row.
 
         Args:
             noise: The target's sampling noise, fixed by position, which drafts may use; None if the target is greedy.
@@ -399,7 +410,10 @@ class Drafter:
         return _SingleSequence(self.open(), noise)
 
     def open(self) -> DraftState:
-        """Return the state for several sequences decoded in a batch; by default one state of `begin` for each."""
+        """Return the state for several sequences decoded in a batch; by default one state of `begin` for each.
+
+        A drafter defines this or `begin`.
+        """
         return PerSequenceState(self)
 
     def open_with(self, sequences: Any) -> DraftState:
@@ -498,7 +512,7 @@ class PerSequenceState:
         self.sequences: dict[int, DraftSequence] = {}
 
     def admit(self, row: int, noise: Noise | None = None) -> None:
-        """Begin a sequence in a row, with a state of its own; `noise` is the target's (None if it is greedy)."""
+        """Begin a sequence as `row`, with a state of its own; `noise` is the target's (None if it is greedy)."""
         self.sequences[row] = self.drafter.begin(noise)
 
     def propose(
@@ -512,13 +526,13 @@ class PerSequenceState:
         """
 
         def propose_row(row: int) -> DraftTree:
-            """Return the tree of one row, from the state of its own sequence."""
+            """Return the tree of one row (sequence), by the state of its own; `run_rows` calls this for each."""
             return self.sequences[row].propose(updates[row], budgets[row])
 
         return run_rows(updates, propose_row)
 
     def fork(self, row: int, other: int) -> None:
-        """Copy the state of `row` to the new row `other`; the drafter itself is shared."""
+        """Copy the state of the sequence `row` to a new one, `other`, for beam search; the drafter itself is shared."""
         # deepcopy takes objects that its memo holds already for copied, so weights and tables are not duplicated
         shared = [self.drafter, *vars(self.drafter).values()]
         memo = {id(value): value for value in shared}

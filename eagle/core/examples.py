@@ -40,7 +40,7 @@ class Drafts:
         """Return the drafts of concatenated sequences as one, or None if no sequence has any.
 
         A slot is the index of the token whose target state a draft starts from; in the result it is an index in the
-        concatenation.
+        concatenation. A batch concatenates its sequences without padding.
 
         Args:
             drafts_by_sequence: Of each sequence, with slots counted from its own first token; None: it has no drafts.
@@ -132,7 +132,7 @@ class Batch:
         return torch.stack([self.features[:, self.taps.index(tap)] for tap in taps], dim=1)
 
     def places_behind(self, slots: Tensor, steps: Tensor | int) -> Tensor:
-        """Return the token indices, in the batch, that drafts from these slots read in one of their steps.
+        """Return the indices, in the batch, of the tokens that drafts from these slots read in one of their steps.
 
         A draft from slot s reads token s + 1 in its first step, then s + 2, and so on: tokens of the sequence, or
         the head's own drafts in a batch made by `on_drafts`. Near the end of a sequence an index may belong to another
@@ -232,6 +232,8 @@ def count_shared(first: Tensor, second: Tensor) -> int:
 
 def trim_mask(loss_mask: Tensor) -> Tensor:
     """Return the loss mask up to its last supervised token, with the first two entries false: no drafter predicts them.
+
+    Tokens after the last supervised one have no influence on the loss, so a batch leaves them out.
 
     Args:
         loss_mask: [T] bool, true at the supervised ones of a sequence's T tokens. It is not changed.

@@ -144,6 +144,8 @@ class DeviceTrees:
     def pick(self, indices: Sequence[int]) -> tuple[Tensor, NodeShape]:
         """Return the tokens and the shape of some of the trees, on the device.
 
+        They are read by the target in one forward.
+
         Args:
             indices: Of B trees, in the order of the result, whose tokens are [B, N] with N nodes each.
         """
@@ -154,8 +156,10 @@ class DeviceTrees:
     def tree(self, index: int) -> DraftTree:
         """Return one of the trees as a `DraftTree` on the host, read from the device if it was not yet.
 
+        One transfer reads all groups of trees that the drafter proposed together.
+
         Args:
-            index: Of the tree in this group.
+            index: Of the tree among these trees.
         """
         # one transfer reads all groups of the proposal and sets their `host_columns`
         if self.host_columns is None:
@@ -201,7 +205,10 @@ class GrownTree(DraftTree):
 
     @classmethod
     def of(cls, device_trees: DeviceTrees, index: int) -> GrownTree:
-        """Return the tree of this index in a group of trees on a device, without a transfer to the host."""
+        """Return the tree of this index in a group of trees on a device, without a transfer to the host.
+
+        Its fields are read only when they are asked for.
+        """
         # DraftTree's own __init__ would check the fields, which are not on the host yet
         tree = object.__new__(cls)
         object.__setattr__(tree, "device_trees", device_trees)
@@ -248,7 +255,10 @@ class GrownTree(DraftTree):
 
 
 def lies_on_device(tree: object) -> TypeGuard[GrownTree]:
-    """Return whether a tree is on a device and the host has not read it yet."""
+    """Return whether a tree is on a device and the host has not read it yet.
+
+    Such a tree is verified on the device, without waiting for it.
+    """
     if not isinstance(tree, GrownTree) or tree.device_trees is None:
         return False
     return tree.device_trees.host_columns is None
@@ -280,7 +290,7 @@ def hand_over(
 
 
 def read_trees(groups: Sequence[DeviceTrees]) -> None:
-    """Copy the columns of groups of trees to the host, where each keeps its own; one transfer, for which it waits."""
+    """Copy the nodes of groups of trees to the host in one transfer, for which it waits; each group keeps its own."""
     _store_columns(groups, to_host([group.columns for group in groups]))
 
 
@@ -306,7 +316,8 @@ def lay_out(
     """
     if not any(map(lies_on_device, trees)):
         return stack_trees(trees)
-    # LEFT_OUT is no index of the embedding: those nodes are read as another token, and are never accepted
+    # LEFT_OUT marks nodes that only fill the fixed size of trees on a device. It is no index of the embedding, so these
+    # nodes are read as another token; they are never accepted.
     tokens, shape = place_trees(trees, device)
     return tokens.clamp(0, vocab_size - 1), shape.depths, shape.tree_mask
 
@@ -342,7 +353,7 @@ def place_trees(trees: Sequence[DraftTree], device: torch.device) -> tuple[Tenso
 
 
 def _place_group(trees: Sequence[DraftTree], device: torch.device) -> tuple[Tensor, NodeShape]:
-    """Return the tokens [B, N] and the shape of B trees of N nodes, all of one `DeviceTrees`, or of one host tree."""
+    """Return the tokens [B, N] and the shape of B trees of N nodes that were grown together, or of one host tree."""
     first = trees[0]
     # trees on the host come one by one
     if not lies_on_device(first):
@@ -452,7 +463,7 @@ def walk_outputs(rows: Sequence[tuple[TargetOutput, Choose]]) -> Walks:
 def read_walks(
     rows: Sequence[tuple[TargetOutput, Choose]], walks: Walks
 ) -> list[tuple[list[int], int]]:
-    """Copy the outcomes of `walk_outputs` and the trees to the host, in one transfer.
+    """Copy the accepted paths and the trees of several rows (sequences) to the host, in one transfer.
 
     Args:
         rows: For each row of the batch the target's output on its tree, and how the target chooses.

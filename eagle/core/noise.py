@@ -39,6 +39,8 @@ class Noise:
     def __call__(self, positions: Sequence[int], vocab_size: int, device: torch.device) -> Tensor:
         """Return the noise at P positions of the sequence, [P, V]; it is cached until `forget`.
 
+        Adding it to log-probabilities and taking the best token is a sample (Gumbel-max).
+
         Args:
             positions: The positions of the tokens that are chosen with it.
             vocab_size: V, the size of the target's vocabulary.
@@ -116,6 +118,8 @@ def fill_rows(
     requests: Iterable[tuple[Noise, Iterable[int]]], vocab_size: int, device: torch.device
 ) -> None:
     """Make and cache the noise of several sequences at several positions at once, where it is not cached yet.
+
+    On a GPU one kernel for all costs as much as one for a single position.
 
     Args:
         requests: Pairs of a sequence's noise, whose cache `rows` changes, and the positions that are needed of it.
@@ -201,7 +205,10 @@ def _hash_words(tokens: np.ndarray[Any, Any], key: int) -> np.ndarray[Any, Any]:
 
 
 def _gumbel(words: np.ndarray[Any, Any]) -> Tensor:
-    """Return the Gumbel noise of N tokens, [N], from the upper 31 bits of their 32-bit hashes, on a CPU."""
+    """Return the Gumbel noise of N tokens, [N], from the upper 31 bits of their 32-bit hashes, on a CPU.
+
+    The lowest bit is dropped, because torch has no unsigned 32-bit integers.
+    """
     return _to_gumbel(torch.from_numpy((words >> np.uint32(1)).view(np.int32)).float())
 
 

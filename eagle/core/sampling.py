@@ -153,7 +153,10 @@ class Sampling:
             self._check_typical()
 
     def _check_typical(self) -> None:
-        """Refuse invalid bounds, and typical acceptance with a greedy target or another acceptance rule."""
+        """Refuse invalid bounds, and typical acceptance with a greedy target or another acceptance rule.
+
+        Typical acceptance takes epsilon and delta (Medusa).
+        """
         bounds = self.typical if isinstance(self.typical, tuple) else ()
         are_valid = all(isinstance(bound, float | int) and 0 < bound <= 1 for bound in bounds)
         if len(bounds) != 2 or not are_valid:
@@ -220,6 +223,8 @@ class Sampling:
 
 def _refuse_options(name: str, processor: Any) -> None:
     """Refuse a supported logits processor that has an option, beside its main one, that `warp` does not follow.
+
+    Drafted tokens could not be verified under such an option.
 
     Args:
         name: The processor's class.
@@ -319,7 +324,7 @@ def _take_lowest(logits: Tensor, values: Tensor, tokens: Tensor) -> Tensor:
 
 
 def in_fp32(logits: Tensor) -> Tensor:
-    """Return logits in fp32, in which probabilities are computed; those in fp64 stay as they are."""
+    """Return logits in fp32, in which probabilities are computed; fp64 stays, as bf16 is too coarse."""
     return logits if logits.dtype == torch.float64 else logits.float()
 
 

@@ -113,7 +113,8 @@ class Trace:
     def cut(self, count: int) -> None:
         """End the answer after its first `count` tokens, and lower `committed` of the cycles that wrote the others.
 
-        The trace is changed in place, and its `finish` becomes "stop".
+        The trace is changed in place, and its `finish` becomes "stop". `committed` is the number of tokens that a
+        cycle, one draft and its verification, has added to the answer.
         """
         excess = len(self.tokens) - count
         del self.tokens[count:]
@@ -155,7 +156,10 @@ class Trace:
 
     @property
     def drafted(self) -> list[bool]:
-        """For each token of the answer, whether it is an accepted draft; the target chose the others itself."""
+        """For each token of the answer, whether it is an accepted draft; the target chose the others itself.
+
+        The target chose the others after each accepted draft.
+        """
         # the first token is chosen after the prompt, before any draft; there may be none yet
         marks = [False] * min(len(self.tokens), 1)
         for cycle in self.cycles:
@@ -214,7 +218,7 @@ class Spelling:
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        """Begin a text without tokens; calls add them."""
+        """Begin a text without tokens; each call adds one token, decoded by `tokenizer`."""
         self.tokenizer = tokenizer
         self.tokens: list[int] = []
         # tokens[begin:end] is decoded as context: it decides whether the next token begins with a space

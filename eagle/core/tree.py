@@ -174,7 +174,7 @@ class DraftTree:
 
     @property
     def levels(self) -> int:
-        """The number of levels below the root."""
+        """The number of levels below the root: the length of the longest path."""
         return max(self.depths())
 
     @property
@@ -258,13 +258,13 @@ def _check_tensor(name: str, value: object, dims: int, kind: str) -> None:
 
 
 def check_draft(tree: object, root: int, levels: int, vocab_size: int) -> DraftTree:
-    """Return a drafter's tree; ValueError if the target cannot verify it.
+    """Return a drafter's tree unchanged; ValueError if the target cannot verify it.
 
     Args:
         tree: What the drafter returned.
         root: The token that the tree must start at.
         levels: The most levels of the tree.
-        vocab_size: V.
+        vocab_size: V, the size of the target's vocabulary.
     """
     if not isinstance(tree, DraftTree):
         got = "no tree" if tree is None else f"a {type(tree).__name__}"
@@ -361,7 +361,8 @@ class TargetOutput:
     def features_at(self, path: Sequence[int] | Tensor) -> Tensor | None:
         """Return the target's tapped hidden states at the nodes of a path, [len(path), L, D]; None without taps.
 
-        There are L taps (layers whose inputs the drafter reads), and D is the target's width.
+        There are L taps (layers whose inputs the drafter reads), and D is the target's width. They are what the drafter
+        reads of the accepted tokens.
 
         Args:
             path: Nodes of the tree. A tensor is on the device, and may hold padding after the path.

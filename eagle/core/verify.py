@@ -73,7 +73,10 @@ class Choose:
 
     @cached_property
     def private_seed(self) -> int:
-        """A seed that differs at each use of the same seed and request, so that no coin repeats."""
+        """A seed that differs at each use of the same seed and request, so that no coin repeats.
+
+        A coin is a random number that accepts or rejects a sampled draft. It must not depend on noise that drafts saw.
+        """
         # the first use has the seed itself, so that the same request in a new process has the same answer
         seed = self.sampling.seed
         key = (seed, self.sampling.request)
@@ -84,7 +87,10 @@ class Choose:
 
     @cached_property
     def dice(self) -> random.Random:
-        """The random generator of `coin` and `pick`, which verify sampled drafts."""
+        """The random generator of `coin` and `pick`, which verify sampled drafts.
+
+        Coins accept or reject a drafted token, and picks sample the token after the accepted ones.
+        """
         return random.Random(mix64(mix64(self.private_seed) ^ self.sampling.request))
 
     def __call__(self, output: TargetOutput, nodes: Sequence[int]) -> list[int]:
@@ -136,7 +142,7 @@ class Choose:
     def rank_tokens(self, output: TargetOutput, count: int) -> Tensor:
         """Return the target's best tokens after each of a tree's N nodes, [N, count], for drafters that read them.
 
-        Its choice comes first, because the tokens are ranked with its noise.
+        Its choice comes first, because the tokens are ranked with the noise that it samples with.
         """
         scores = self._score(output, range(len(output.tree)))
         return scores.topk(min(count, scores.shape[-1])).indices
@@ -225,7 +231,7 @@ class Choose:
 
 
 def _pick_best(scores: Tensor) -> Tensor:
-    """Return the token of the highest score at each of K places, [K], from scores [K, V]; `NAN` where they are nan."""
+    """Return the token of the highest score after each of K nodes, [K], from scores [K, V]; `NAN` for nan."""
     # argmax returns the index of a nan if a row holds one
     tokens = scores.argmax(-1, keepdim=True)
     is_nan = scores.gather(-1, tokens).isnan()
@@ -233,7 +239,7 @@ def _pick_best(scores: Tensor) -> Tensor:
 
 
 def verify_rows(rows: Sequence[tuple[TargetOutput, Choose]]) -> list[tuple[list[int], int]]:
-    """Verify the trees of several sequences; their choices are copied from the device in one transfer.
+    """Verify the trees of several sequences; the target's choices are copied from the device in one transfer.
 
     Args:
         rows: The target's output on each sequence's tree, and how it chooses.
@@ -260,7 +266,10 @@ def verify_rows(rows: Sequence[tuple[TargetOutput, Choose]]) -> list[tuple[list[
             choices_by_row[row] = choices.tolist()
 
     def verify_row(row: int) -> tuple[list[int], int]:
-        """Return the accepted nodes of a row and the target's token after them, from its choices if they were read."""
+        """Return the accepted nodes of a row (sequence) and the target's token after them.
+
+        The target's choices are used if they were read already.
+        """
         output, choose = rows[row]
         return verify(output, choose, choices_by_row.get(row))
 
@@ -354,9 +363,9 @@ def check_choice(token: int, output: TargetOutput, accepted: int) -> None:
 
 
 def _is_walked(output: TargetOutput, choose: Choose) -> bool:
-    """Return whether `walk` verifies, which needs no probabilities: it steps to the child that the target has chosen.
+    """Return whether a tree is verified by `walk`, which steps from node to node along the target's choices.
 
-    So it is for drafts that were not sampled, under a lossless rule.
+    So it is for drafts that were not sampled, under a lossless rule. That needs no probabilities.
     """
     return output.tree.draft_probs is None and choose.sampling.is_lossless
 
@@ -374,7 +383,7 @@ class _Choices(dict[int, int]):
     """The target's choices by node, computed for all nodes at once, or lazily on a CPU."""
 
     def __init__(self, output: TargetOutput, choose: Choose) -> None:
-        """Begin without choices: `__missing__` makes those that are asked for."""
+        """Begin without choices: `__missing__` makes the target's choice after a node when it is asked for."""
         super().__init__()
         self.output = output
         self.choose = choose
@@ -462,7 +471,10 @@ def sample_tree(
 
 
 def _remove_tokens(probs: Tensor, tokens: list[int]) -> Tensor:
-    """Return probabilities of V tokens, [V], without those of the given tokens, renormalised to sum to 1."""
+    """Return probabilities [V] of V tokens with those of some tokens set to 0, renormalised to sum to 1.
+
+    So the k-th sibling was sampled, after k - 1 others.
+    """
     if not tokens:
         return probs
     # siblings are sampled without replacement: the k-th was sampled from q without the tokens of those before it
@@ -531,7 +543,7 @@ class _Step:
 def _lengthen(
     path: list[_Step], tree: DraftTree, children: list[list[int]], target_probs: Probs
 ) -> None:
-    """Append the nodes from the end of a path to the first leaf below it, with their weights, in place.
+    """Append the nodes from the end of a path to the first leaf below it, with their weights w, in place.
 
     A weight is nan where the target's probabilities are; the path then ends there.
 

@@ -56,7 +56,10 @@ FORECAST_SECONDS = 5.0
 
 
 def world() -> tuple[int, int, Callable[[], None]]:
-    """Return this process's index, the number of processes, and a barrier that waits for all of them."""
+    """Return this process's index, the number of processes, and a barrier that waits for all of them.
+
+    Extraction divides its work among the processes.
+    """
     # Without cpu=True each process on a CPU takes itself for the only one. The timeout is long, as the others may wait
     # for hours while one process tokenises.
     state = PartialState(cpu=not torch.accelerator.is_available(), timeout=timedelta(days=1))
@@ -90,7 +93,7 @@ def compute_rows(
     shared: Sequence[int] | None = None,
     shown: Sequence[Shown | None] = (),
 ) -> list[tuple[Tensor, ...]]:
-    """Compute the target's states of sequences, and return of every part the rows that a store keeps, packed.
+    """Compute the target's hidden states of sequences, and return of every part the rows that a store keeps, packed.
 
     A row is the states at one slot (token) of a sequence. The rows of one sequence follow those of the one before it.
 
@@ -98,7 +101,7 @@ def compute_rows(
         target: The model whose states are computed.
         sequences: The tokens [T] of each sequence.
         loss_masks: [T] of each sequence, true at supervised tokens.
-        parts: Sets of taps (layer inputs), each kept at the same slots.
+        parts: Sets of taps (layer inputs), each kept at the same slots (tokens).
         dtype: The storage dtype, one of `DTYPES`.
         shared: How many of its first tokens each sequence shares with the one before it, which has their rows. None: 0.
         shown: The conversation with images of each sequence, or None; () if no sequence has images.
@@ -231,7 +234,7 @@ class LiveFeatures:
         identity: dict[str, Any],
         batch_tokens: int | None = None,
     ) -> None:
-        """Check the target and the examples; nothing is computed yet.
+        """Check the target and the examples; features are computed only when `read` asks for them.
 
         Args:
             target: The model whose states are computed.
@@ -351,7 +354,7 @@ def extract(target: Target, store: FeatureStore, shards: Sequence[int]) -> Itera
 
 
 def _append(writer: ShardWriter, rows: Sequence[Sequence[Tensor]], copied: Any, tokens: int) -> int:
-    """Append a batch's packed rows to a shard, once they are on the host.
+    """Append a batch's packed rows (states by token) to a shard's file, once they are on the host.
 
     Args:
         writer: The shard.
@@ -369,7 +372,7 @@ def _append(writer: ShardWriter, rows: Sequence[Sequence[Tensor]], copied: Any, 
 
 
 def _copy_to_host(packed: Sequence[Sequence[Tensor]]) -> tuple[Sequence[Sequence[Tensor]], Any]:
-    """Return copies in host memory, and the CUDA event (None on a CPU) after which they hold their values.
+    """Return copies of tensors in host memory, and the CUDA event (None on a CPU) after which they hold their values.
 
     `packed` are the tensors of each part of a store, all on the same device.
     """
@@ -460,7 +463,7 @@ def check_causal(target: Target) -> None:
 
 
 def check_room(store: FeatureStore, shards: Iterable[int] | None = None) -> None:
-    """Refuse to write shards for which the disk has no room.
+    """Refuse to write shards (files of a feature store) for which the disk has no space.
 
     Args:
         store: The feature store.

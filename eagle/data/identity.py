@@ -109,6 +109,8 @@ def target_identity(section: TargetSection) -> dict[str, Any]:
 def in_precision(fields: dict[str, Any], dtype: object) -> dict[str, Any]:
     """Return an identity with the target dtype "auto" replaced by the one that the target was loaded in.
 
+    An identity is what decides a set of features, and is compared field by field.
+
     Args:
         fields: The identity.
         dtype: The dtype of the loaded target, a torch dtype or its name.
@@ -191,7 +193,7 @@ def _digest(lines: list[str]) -> str:
 
 
 def assets_folder(kind: str, name: str) -> Path:
-    """Return a folder for what can be made again, where Hugging Face's libraries keep such things.
+    """Return a folder for files that can be made again, in the cache of Hugging Face's libraries.
 
     Args:
         kind: The folder's parent folder, such as "shards".

@@ -164,7 +164,7 @@ class OwnDrafts:
     def __init__(
         self, features: Features, target: Target, head: Any, policy: OnPolicySection
     ) -> None:
-        """Wrap features; nothing is written yet.
+        """Wrap the features of the data; no answer is written yet.
 
         Args:
             features: Those of the data, stored or live.
@@ -241,7 +241,7 @@ class OwnDrafts:
             self.written = dict(zip(chosen, self._write_answers(chosen), strict=True))
 
     def _write_answers(self, keys: Sequence[Key]) -> list[Example]:
-        """Return the conversations of these keys, each cut at one of its answers, which the target writes anew.
+        """Return the conversations of these keys, each cut at one of its answers, which the target writes again.
 
         A key is the seed of a step, and the index of an example in it. The examples have drafts and no features.
         """
@@ -371,7 +371,7 @@ class Recorder(Drafter):
         return RecorderState(self, self.drafter.open_with(sequences))
 
     def bind_target(self, view: Any) -> None:
-        """Pass the target's layers on to the wrapped drafter, which drafts with them if it asks for them."""
+        """Pass the target's layers (`view`) on to the wrapped drafter, which drafts with them if it asks for them."""
         self.drafter.bind_target(view)
 
 
@@ -452,7 +452,10 @@ def _draw_number(key: Key) -> int:
 
 
 def _pad_states(states: Tensor, depth: int) -> Tensor:
-    """Return the states [K, L, D] of K draft tokens at L taps, padded to [depth, L, D] by repeating the last one."""
+    """Return the states [K, L, D] of K draft tokens at L taps, padded to [depth, L, D] by repeating the last one.
+
+    Drafts of different lengths are stacked in one tensor.
+    """
     # padding with zeros would give NaN gradients, as a norm of zeros has none
     padding = states[-1:].expand(depth, *states.shape[1:])
     return torch.cat([states, padding])[:depth]

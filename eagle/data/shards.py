@@ -32,6 +32,8 @@ def make_batches(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
     """Return the indices of examples in batches, longest first, for forwards of at most `batch_tokens` tokens.
 
     Padding counts. An example that is longer than that has a batch for itself. `lengths` are the examples' tokens.
+    Longest first: examples of a batch have similar lengths, so that padding is little, and too large a batch fails at
+    once.
     """
     batches: list[list[int]] = []
     longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
@@ -129,7 +131,7 @@ class StoredPlan(Sequence[list[list[int]]]):
         return len(self.ends)
 
     def __getitem__(self, shard: int) -> list[list[int]]:  # type: ignore[override]
-        """Return the batches of a shard (file), as lists of indices of examples; negative indices count from the end."""
+        """Return the batches of a shard (file) as lists of indices of examples; -1 is the last shard."""
         if not -len(self) <= shard < len(self):
             raise IndexError(shard)
         shard %= len(self)
@@ -360,7 +362,7 @@ class ShardWriter:
         self._write(header)
 
     def append(self, packed: Sequence[Sequence[Tensor]]) -> None:
-        """Append the packed rows of the next examples; states that are not finite are refused.
+        """Append the packed rows (states by token) of the next examples; states that are not finite are refused.
 
         Args:
             packed: For each part of the store its tensors, one for each field of the storage dtype, such as numbers and
@@ -399,7 +401,7 @@ class ShardWriter:
         return 0
 
     def discard(self) -> None:
-        """Remove the temporary file of a shard that was not closed; one that was closed stays."""
+        """Remove the temporary file of a shard that was not completed by `close`; a completed one stays."""
         self.file.close()
         self.part.unlink(missing_ok=True)
 
@@ -427,7 +429,9 @@ CHANGED = "its bytes are not those that were written"
 
 
 def shard_fault(path: Path, header: bytes, size: int, *, read: bool) -> str | None:
-    """Return the fault of a shard's file as a phrase, None if it has none. Cheap checks come first.
+    """Return the fault of a shard's file (a part of a feature store) as a phrase, None if it has none.
+
+    Cheap checks come first.
 
     Args:
         path: The shard.
@@ -477,5 +481,8 @@ def changed_bytes(path: Path) -> str | None:
 
 
 def checksum_file(path: Path) -> Path:
-    """Return the checksum file of a shard, in the format of `sha256sum --check`."""
+    """Return the checksum file of a shard, in the format of `sha256sum --check`.
+
+    A shard without it counts as incomplete.
+    """
     return path.with_name(f"{path.name}.sha256")

@@ -101,7 +101,7 @@ class FeatureStore:
     def __init__(
         self, folder: str | Path, expected: dict[str, Any] | None = None, *, partial: bool = False
     ) -> None:
-        """Open a store.
+        """Open a store of features: the target's hidden states of examples, on disk.
 
         Args:
             folder: The folder of the store.
@@ -217,7 +217,7 @@ class FeatureStore:
         return [self._read(self.number(index)) for index in indices]
 
     def _read(self, number: int) -> Example:
-        """Return an example with its features, by its index in the data."""
+        """Return an example with its features (the target's hidden states), by its index in the data."""
         tokens, mask = self.stored_tokens(number)
         packed = []  # of each part (taps kept at the same slots): a tensor for each field of the dtype
         with safe_open(self._checked_path(int(self.shards[number])), "pt") as file:
@@ -279,14 +279,14 @@ class FeatureStore:
         return self.folder / f"shard-{shard:05d}.safetensors"
 
     def faults(self, *, read: bool = False) -> Iterator[tuple[int, str | None]]:
-        """Yield every shard and its fault, or None. `read` checks all its bytes, not only header and size."""
+        """Yield every shard (file) with its fault, or None. `read` checks all its bytes, not only header and size."""
         for shard in range(len(self.plan)):
             header = self._header(shard)
             size = len(header) + self.shard_bytes(shard)
             yield shard, shard_fault(self.path(shard), header, size, read=read)
 
     def refresh(self) -> None:
-        """Check again which shards are complete, and serve the examples of these; their bytes are not read."""
+        """Check again which shards (files) are complete, and serve the examples of these; their bytes are not read."""
         self.serve_all_but({shard: fault for shard, fault in self.faults() if fault})
 
     def describe_absent(self) -> str:
@@ -312,7 +312,7 @@ class FeatureStore:
             self.served = is_served.nonzero()[:, 0]
 
     def discard(self, shards: Sequence[int]) -> None:
-        """Remove the files of these shards, so that extraction computes them again."""
+        """Remove the files of these shards, which are damaged, so that extraction computes them again."""
         for shard in shards:
             # the checksum first: without it a shard counts as incomplete
             checksum_file(self.path(shard)).unlink(missing_ok=True)
@@ -325,7 +325,7 @@ class FeatureStore:
         return ShardWriter(self.path(shard), self._header(shard))
 
     def shard_bytes(self, shard: int) -> int:
-        """Return the bytes of a shard's states, without its header."""
+        """Return the bytes of a shard's hidden states, without its file's header."""
         total = 0
         # rows times bytes of a row, for each set of taps that are kept at the same slots
         for part in self.parts:
@@ -356,7 +356,7 @@ class FeatureStore:
         return table(rows.items())
 
     def _header(self, shard: int) -> bytes:
-        """Return the safetensors header that a shard's file begins with, which follows from the plan alone."""
+        """Return the safetensors header that a shard's file begins with; it follows from the plan of batches alone."""
         # the fingerprint is in it so that a shard of another store is refused
         metadata = {"store": self._fingerprint, "shard": str(shard)}
         # of each set of taps that are kept at the same slots
@@ -365,7 +365,7 @@ class FeatureStore:
 
     @cached_property
     def _fingerprint(self) -> str:
-        """A checksum of all that decides the shards of this store."""
+        """A checksum of all that decides the shards of this store: a shard of another store is refused by it."""
         content = [self.index[key] for key in ("identity", "examples", "shard_tokens")]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -379,7 +379,7 @@ class FeatureStore:
         return path
 
     def _load_examples(self) -> None:
-        """Set the attributes for the examples and the plan of the shards, from `examples.safetensors`.
+        """Set the attributes for the examples and the plan of the shards (files), from `examples.safetensors`.
 
         Tokens and loss masks stay on the disk: safetensors maps tensors into memory.
         """

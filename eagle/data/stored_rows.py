@@ -45,7 +45,10 @@ class TapRoles:
 
     @classmethod
     def join(cls, roles: Iterable[TapRoles]) -> TapRoles:
-        """Return the taps that several heads need, so that one store serves all of them."""
+        """Return the taps that several heads need, so that one store serves all of them.
+
+        `roles` are those of each head.
+        """
         inputs: set[int] = set()
         teacher: set[int] = set()
         for role in roles:
@@ -80,7 +83,7 @@ def parts_of(identity: Mapping[str, Any]) -> tuple[Part, ...]:
 
 
 def slots_of(loss_mask: Tensor, slots: Slots) -> Tensor:
-    """Return the slots of a sequence whose states a store keeps.
+    """Return the slots (indices of tokens) of a sequence whose hidden states a store keeps.
 
     A token t counts as learned if it is supervised, or if token t - 2 is: training may be run with `train.gate: read`,
     which learns these tokens, too, so that a store keeps what they need. The target's state at slot t - 1 predicts
@@ -114,7 +117,7 @@ class SequenceSizes:
 
     @classmethod
     def of(cls, sequences: Iterable[tuple[Tensor, int]]) -> SequenceSizes:
-        """Return the sizes of sequences.
+        """Return the sizes of sequences, in tokens and in slots (tokens) that a store keeps.
 
         Args:
             sequences: The loss mask of each sequence, and how many of its first tokens the sequence before it has, too.
@@ -232,7 +235,10 @@ class Field(NamedTuple):
     entries: int = 1
 
     def shape(self, rows: int, taps: int, width: int) -> list[int]:
-        """Return the shape of this tensor for `rows` rows of `taps` states, each of `width` numbers."""
+        """Return the shape of this tensor for `rows` rows of `taps` states, each of `width` numbers.
+
+        A row is the states at one token; a field is one of the tensors that a storage dtype consists of.
+        """
         # one entry for each state
         if self.per is None:
             return [rows, taps]
@@ -290,7 +296,10 @@ def mean_bytes(parts: Sequence[Part], dtype: str, width: int, sizes: SequenceSiz
 
 
 def check_width(dtype: str, width: int) -> None:
-    """Refuse a target's width (numbers of a state) that a storage dtype cannot cut into whole blocks."""
+    """Refuse a target's width (numbers of a state) that a storage dtype cannot cut into whole blocks.
+
+    float6 has a scale for each block of numbers.
+    """
     if dtype == "float6" and width % BLOCK:
         raise ValueError(
             f"features.dtype is float6, in which {BLOCK} numbers share a scale, and this target's states have {width}: "
@@ -299,7 +308,10 @@ def check_width(dtype: str, width: int) -> None:
 
 
 def round_features(features: Tensor, dtype: str) -> Tensor:
-    """Return features [.., D] with the rounding of a store of this dtype, so that they equal stored ones."""
+    """Return features [.., D] (states of width D) with the rounding of a store of this dtype.
+
+    Features that are computed while training then equal stored ones.
+    """
     return unpack_features(*pack_features(features, dtype))
 
 

@@ -50,7 +50,7 @@ class BeamResult:
     def steps_per_forward(self) -> float:
         """Beam-search steps per forward of the target; 0 if one step was enough.
 
-        The prompt's forward, and the first step, which needs no other, are not counted.
+        The prompt's forward, and the first step, which needs no other, are not counted. Plain beam search has 1.
         """
         return (self.steps - 1) / self.forwards if self.forwards else 0.0
 
@@ -388,6 +388,8 @@ class _Search:
     def _process(self, log_probs: Tensor) -> Tensor:
         """Return log-probs after the W running beams, changed by the processors in turn; ValueError for another shape.
 
+        Processors are the caller's functions, as transformers' LogitsProcessor objects.
+
         Args:
             log_probs: [W, V], of the next token of each beam.
         """
@@ -473,7 +475,7 @@ class Trie:
     """
 
     def __init__(self) -> None:
-        """Begin without nodes."""
+        """Begin a prefix tree without nodes; `add` adds them."""
         # by node: its token, its parent (-1 for none), and the number of its ancestors
         self.tokens: list[int] = []
         self.parents: list[int] = []
@@ -505,7 +507,8 @@ class Trie:
     def ancestors(self, first: int) -> Tensor:
         """Return the tree mask of the nodes from `first` on, [N, R] bool: row i marks node first + i and its ancestors.
 
-        N is the number of these nodes, and R that of all nodes of the trie.
+        N is the number of these nodes, and R that of all nodes of the trie. It is the attention mask of a forward over
+        these nodes.
         """
         # the row and the column of each entry that is true
         rows = []
@@ -530,6 +533,8 @@ class Trie:
 
     def subset(self, nodes: list[int]) -> Trie:
         """Return a trie of only these nodes, renumbered in this order; a node whose parent is not among them gets -1.
+
+        The other nodes belong to beams that have been dropped, or were committed.
 
         Args:
             nodes: In ascending order.

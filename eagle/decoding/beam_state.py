@@ -154,6 +154,8 @@ class BeamState:
 def _is_near(scores: Tensor, count: int) -> bool:
     """Return whether the `count`-th best score is a near tie with the one after it, so that rounding could swap them.
 
+    Then another order of sums might have chosen another beam.
+
     Args:
         scores: Of more than `count` candidates, best first.
         count: How many of them are chosen.

@@ -73,7 +73,10 @@ def clock_of(device: torch.device) -> Clock:
 
     # a device works on after a call has returned: wait for it
     def synchronized() -> float:
-        """Return wall seconds, once the device has done all work that was queued on it."""
+        """Return wall seconds, once the device has done all work that was queued on it.
+
+        A GPU works on after a call has returned.
+        """
         torch.accelerator.synchronize(device)
         return perf_counter()
 
@@ -296,7 +299,7 @@ def _time_forwards(
     *,
     batch_size: int = 1,
 ) -> list[tuple[float, ...]]:
-    """Return median seconds of the target's forwards, then of the drafter's first and later forwards if it has any.
+    """Return median seconds of the target's forwards, then of a draft's first and later forwards if there are any.
 
     Each of these one or three tuples has a number for each of `sizes`.
 

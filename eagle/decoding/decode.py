@@ -184,6 +184,8 @@ def stream(
 def _find_traces(trace: Any, rows: list[list[int]] | None) -> list[Trace]:
     """Return the traces that the answers are written to, one for each prompt: the caller's, or new ones.
 
+    A trace is the record of one answer.
+
     Args:
         trace: The option of the call: a trace for a single prompt, a list of traces for several, or None.
         rows: The token ids of each prompt; None for a single prompt.
@@ -286,7 +288,8 @@ class _AnswerText:
     def piece(self, index: int) -> str:
         """Return the text of the piece with this index, decoded once.
 
-        The pieces before it are decoded first, because its text depends on them.
+        The pieces before it are decoded first, because its text depends on them. A piece is the text of the tokens that
+        one decoding step has committed.
         """
         while len(self.texts) <= index:
             tokens, is_last = self.pieces[len(self.texts)]
@@ -296,7 +299,7 @@ class _AnswerText:
         return self.texts[index]
 
     def _decode(self, tokens: list[int], is_last: bool) -> str:
-        """Return the text that the next piece completes, and hold back what may become a stop string.
+        """Return the text that the next piece (tokens of one step) completes; hold back what may become a stop string.
 
         Args:
             tokens: Of the piece, the next after those that were decoded.

@@ -69,7 +69,7 @@ class Levels:
     """
 
     def __init__(self, levels: int, memory: float, min_weight: float = MIN_WEIGHT) -> None:
-        """Begin with guesses: every requested level is proposed, and few are accepted.
+        """Begin with guesses: every requested level of a draft is proposed, and few are accepted.
 
         Args:
             levels: The levels of the deepest draft.
@@ -147,7 +147,7 @@ class Acceptance:
         self.read_tokens: dict[int, int] = {}  # how many tokens of each row the drafter has read
 
     def keep_only(self, contexts: Mapping[int, int]) -> None:
-        """Forget the rates of rows that are no longer decoded.
+        """Forget the rates of rows (sequences) that are no longer decoded.
 
         Args:
             contexts: Row id -> length of the sequence, of all rows of the next cycle.
@@ -175,7 +175,9 @@ class Acceptance:
         return [self._forecast(self.rows.get(row)) for row in rows]
 
     def _forecast(self, row_levels: Levels | None) -> Forecast:
-        """Return for each level the probability that it is accepted (with all above it), and proposed if requested.
+        """Return for each draft level the probability that it is accepted, and that it is proposed if requested.
+
+        A level is accepted only with all levels above it.
 
         Args:
             row_levels: The rates of one row, of which few cycles are known: they are shrunk toward those of all rows.
@@ -196,7 +198,7 @@ class Acceptance:
         return Forecast(list(accumulate(accepted, mul)), proposed)
 
     def learn(self, row: int, requested: int, cycle: Cycle, depth: int) -> None:
-        """Update the rates of a row, and those of all rows, after a cycle.
+        """Update the rates of a row (sequence), and those of all rows, after a cycle of draft and verification.
 
         Args:
             row: The row id.
@@ -262,7 +264,7 @@ class Batch:
         return self.tokens(levels) / self.seconds(levels)
 
     def best_levels(self, limits: Sequence[int], deepest: int) -> list[int]:
-        """Return how many levels each row should draft for the most tokens per second, at most `deepest`.
+        """Return how many levels each row (sequence) should draft for the most tokens per second, at most `deepest`.
 
         The ratio tokens / seconds is maximised by Dinkelbach's method: maximise tokens - price * seconds at a fixed
         price, take the ratio of this choice as the next price, and repeat. For a fixed price `_count_rows` finds the

@@ -110,12 +110,15 @@ class Goodput:
 
     @property
     def proposed(self) -> list[Average]:
-        """For each draft level, how often the drafter proposed it when it was asked for, over all rows."""
+        """For each draft level, the average of how often the drafter proposed it when asked for, over all sequences."""
         return self.acceptance.all_rows.proposed
 
     @property
     def accepted(self) -> list[Average]:
-        """For each draft level, how often it was accepted when requested, and the one above accepted, over all rows."""
+        """For each draft level, the average of how often it was accepted when requested, over all sequences.
+
+        Only cycles count that accepted the level above.
+        """
         return self.acceptance.all_rows.accepted
 
     @classmethod
@@ -198,7 +201,7 @@ class Goodput:
     measured = measure  # its name in earlier releases
 
     def check_request(self, samplings: Sequence[Sampling], batch_size: int) -> None:
-        """Refuse a request that the policy cannot serve: typical acceptance, or more rows than were measured.
+        """Refuse a request that the policy cannot serve: typical acceptance, or a larger batch than was measured.
 
         The forecasts assume exact verification. Typical acceptance is lossy, and has other rates.
 
@@ -245,7 +248,7 @@ class Goodput:
         return self._choose_depths(levels, contexts)
 
     def within(self, levels: int) -> Budget:
-        """Return the next cycle's budget for a single row, at most `levels` deep; `share` does so for several rows."""
+        """Return the next cycle's budget for a single sequence, at most `levels` deep; `share` does so for several."""
         return self._choose_depths({ONLY: levels}, {ONLY: self.context})[ONLY]
 
     def learn_rows(self, cycles: Mapping[int, Cycle]) -> None:
@@ -275,13 +278,13 @@ class Goodput:
             self.acceptance.learn(row, self.requested[row], cycle, depths[row])
 
     def learn(self, cycle: Cycle) -> None:
-        """Learn from a cycle of a single row; `learn_rows` does so for several."""
+        """Learn from a cycle of a single sequence: its tree and what was accepted; `learn_rows` does so for several."""
         self.learn_rows({ONLY: cycle})
 
     def _choose_depths(
         self, levels: Mapping[int, int], contexts: Mapping[int, int]
     ) -> dict[int, Budget]:
-        """Return each row's budget: usually of the best depth, sometimes of a deeper one to explore.
+        """Return each row's (sequence's) budget: usually of the best depth, sometimes of a deeper one to explore.
 
         Args:
             levels: Row id -> the most levels that it may draft.
@@ -389,7 +392,7 @@ def _check_levels(name: str, seconds: Sequence[float], depth: int) -> None:
 
 
 def _tokens_ahead(limit: int) -> int:
-    """Return how many tokens of a row are expected to follow, given how many its limit still allows; at least 1."""
+    """Return how many tokens of a sequence are expected to follow, at least 1; `limit` is what may still follow."""
     # a request may end long before its limit; 0 would be a divisor
     return max(min(limit, TOKENS_AHEAD), 1)
 

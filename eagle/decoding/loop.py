@@ -189,7 +189,10 @@ class Decoding:
         return new
 
     def end(self, row_id: int, count: int) -> None:
-        """End an admitted request after the first `count` tokens of its answer; the trace drops the others."""
+        """End an admitted request after the first `count` tokens of its answer; the trace drops the others.
+
+        A caller that has enough of an answer ends it this way.
+        """
         row = self.rows[row_id]
         row.trace.cut(count)
         self._release(row)
@@ -228,6 +231,8 @@ class Decoding:
     def _read_prompts(self, max_tokens: int | None) -> list[tuple[int, list[int]]]:
         """Run one forward of the target over prompts, or parts of them, that it has not read to their ends.
 
+        A row is one request of the batch.
+
         Args:
             max_tokens: The most tokens of the forward, padding included; None for the state's own limit.
 
@@ -252,7 +257,7 @@ class Decoding:
         return new
 
     def _run_cycle(self, rows: list[Row]) -> list[tuple[int, list[int]]]:
-        """Run one cycle of these rows: draft, one forward of the target, verify, commit.
+        """Run one cycle of these rows (requests): draft, one forward of the target, verify, commit.
 
         The cycle is recorded in the rows' traces, and a policy learns from it.
 
@@ -295,7 +300,10 @@ class Decoding:
         return new
 
     def _propose(self, rows: list[Row]) -> dict[int, DraftTree]:
-        """Return a draft tree by row id, the root alone where nothing is drafted; rows that fail are left out."""
+        """Return a draft tree by row id, the root alone where nothing is drafted; rows that fail are left out.
+
+        A row is one request of the batch. Its pending updates are what the drafter has not been told yet.
+        """
         # how deep each row may draft: up to its token limit, and as far as the target can read
         levels = {row.row_id: self.state.levels(row.row_id, row.levels_left) for row in rows}
         budgets = self._find_budgets(levels)
@@ -315,7 +323,7 @@ class Decoding:
         return {row_id: tree for row_id, tree in trees.items() if self.rows[row_id].is_running}
 
     def _find_budgets(self, levels: dict[int, int]) -> dict[int, Budget]:
-        """Return the budget of each row for this cycle, limited to its number of levels.
+        """Return the draft budget of each row (request) for this cycle, limited to its number of levels.
 
         A row whose budget raises an error is left out.
 
@@ -355,7 +363,7 @@ class Decoding:
     def _draft(
         self, rows: list[Row], budgets: dict[int, Budget], *, stays_on_device: bool
     ) -> dict[int, DraftTree]:
-        """Return the drafter's trees for these rows by row id, checked; rows that fail are left out.
+        """Return the drafter's trees for these rows (requests) by row id, checked; rows that fail are left out.
 
         Args:
             rows: The rows that draft in this cycle. Their pending updates are passed to the drafter and dropped.
@@ -497,7 +505,7 @@ def accept(
 def _accept_on_host(
     state: Any, rows: Sequence[Row], outputs: dict[int, TargetOutput]
 ) -> dict[int, Accepted]:
-    """Verify trees on the host, and commit the accepted paths; arguments and result are those of `accept`."""
+    """Verify trees on the host, and keep the accepted paths in the KV cache; arguments and result as in `accept`."""
     pairs = [(outputs[row.row_id], row.choose) for row in rows]
     try:
         results = dict(enumerate(verify_rows(pairs)))
@@ -522,7 +530,7 @@ def _accept_on_host(
 def _accept_on_device(
     state: Any, rows: Sequence[Row], outputs: dict[int, TargetOutput]
 ) -> dict[int, Accepted]:
-    """Verify trees on the device, and commit the accepted paths; arguments and result are those of `accept`.
+    """Verify trees on the device, and keep the accepted paths in the KV cache; arguments and result as in `accept`.
 
     The host waits only once, after it has queued all kernels.
     """

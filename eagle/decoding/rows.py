@@ -49,7 +49,7 @@ class Row:
             self.fail(error)
 
     def fail(self, error: Exception) -> None:
-        """End this row with an error, which its trace keeps; nothing is raised."""
+        """End this row (request) with an error, which its trace keeps; nothing is raised."""
         self.trace.error = error
         self.trace.finish = "error"
 
@@ -99,7 +99,7 @@ def check_trace(trace: Trace, others: Iterable[Trace]) -> None:
 
 
 def find_budget(budgets: Mapping[int, Budget], row_id: int) -> Budget:
-    """Return a row's budget; ValueError if the policy has given none for it."""
+    """Return the budget of a row (request); ValueError if the policy has given none for it."""
     budget = budgets.get(row_id)
     if not isinstance(budget, Budget):
         raise ValueError(
@@ -158,7 +158,7 @@ class RowDrafts:
         open_state: Callable[[], DraftState],
         read_whole: Callable[[int, Committed], Committed],
     ) -> None:
-        """Open the drafter's state that all rows of a decoding batch share until one of them fails.
+        """Open the drafter's state that all rows (requests) of a decoding batch share until one of them fails.
 
         Args:
             open_state: Makes a new state.
@@ -232,7 +232,7 @@ class RowDrafts:
     def _propose_group(
         self, updates: Mapping[int, Committed], budgets: Mapping[int, Budget]
     ) -> tuple[dict[int, DraftTree], Errors]:
-        """Return the trees of rows that share one drafter state, and the errors of those that failed, by row id.
+        """Return the trees of rows (requests) that share one drafter state, and the errors of failed ones, by row id.
 
         After an error that may be any row's, each row gets a state of its own, and drafts again alone.
 
@@ -302,7 +302,7 @@ class Stops:
         Args:
             stop: A token id, a string, or several of them.
             tokenizer: The target's; only stop strings need it.
-            vocab_size: V.
+            vocab_size: V, the size of the target's vocabulary.
         """
         items = [_stop_item(item, vocab_size) for item in _as_items(stop)]  # token ids and strings
         self.tokens = {item for item in items if isinstance(item, int)}

@@ -150,6 +150,8 @@ def can_observe(model: Any, settings: dict[str, Any]) -> bool:
 def observing(settings: dict[str, Any], observe: Observe) -> Iterator[None]:
     """A context in which `observe` receives the queries and keys of a model's attention, which runs as usual.
 
+    Drafters that choose keys by the target's attention use it.
+
     Args:
         settings: the attributes of the config that the model reads, which are changed in the context.
         observe: called with a layer's index, its queries, its keys and the scale of their product.
@@ -189,7 +191,10 @@ PLAIN_KINDS = {"any", "full_attention", "sliding_attention"}
 
 
 def layer_kinds(config: Any) -> list[str]:
-    """Return the distinct types of a model's layers, such as "full_attention"; "any" where its config names none."""
+    """Return the distinct types of a model's layers, such as "full_attention"; "any" where its config names none.
+
+    Layers of different types need different attention masks.
+    """
     return sorted(set(getattr(config, "layer_types", None) or ["any"]))
 
 
@@ -223,7 +228,8 @@ BLOCK_NAMES = re.compile("index_block_size|compress_rates")
 def attention_limits(config: Any) -> set[int]:
     """Return numbers of tokens beyond which a model's attention may leave tokens out, by names in its config.
 
-    A trial prompt must be longer than these to show whether a reader does the same.
+    A trial prompt must be longer than these to show whether a reader does the same. Such limits are windows, chunks and
+    budgets of sparse attention.
     """
     limits: list[int] = []
     blocks: list[int] = []
@@ -286,7 +292,7 @@ class MasksByKind(dict[str, Any]):
         self.make = make
 
     def __missing__(self, kind: str) -> Any:
-        """Return the mask of a layer type that the config does not list, and keep it; None if it has no attention."""
+        """Return the mask of a layer type that the config does not list, and store it; None if it has no attention."""
         mask = None if STATEFUL_KINDS.search(kind) else self.make(kind)
         self[kind] = mask
         return mask
@@ -304,7 +310,7 @@ class Masks:
     """Makes additive attention masks for eager and sdpa attention: one mask, or a dict by layer type."""
 
     def __init__(self, model: Any, config: Any, grouped: bool, *, as_rows: bool = True) -> None:
-        """Find out what masks a model needs.
+        """Find out what attention masks a model needs when it reads draft trees.
 
         Args:
             model: the model, which gives dtype and device.
@@ -481,7 +487,8 @@ def why_no_trees(config: Any, cache_name: str) -> str | None:
 def rope_border(config: Any) -> float:
     """Return the length in tokens beyond which a longrope model reads a sequence with other rotary frequencies.
 
-    It then reads the whole sequence with them, so that keys cached before are wrong. Infinity for other models.
+    It then reads the whole sequence with them, so that keys cached before are wrong. Infinity for other models. So no
+    sequence may grow across it.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     # a config has one set of parameters, or a set for each layer type

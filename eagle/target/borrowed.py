@@ -114,7 +114,10 @@ def _embed_scale(config: Any, embedded: Tensor, first: Tensor | None) -> float:
 
 
 def _logit_scale(config: Any) -> float:
-    """Return the factor by which a model multiplies its logits, under the names that configs have for it."""
+    """Return the factor by which a model multiplies its logits, under the names that configs have for it.
+
+    1 for models without such a factor.
+    """
     factor = getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None)
     divisor = getattr(config, "logits_scaling", None) or 1
     return factor or 1 / divisor
@@ -142,7 +145,10 @@ class Borrowed:
     head: TargetHead
 
     def tensor(self, name: str) -> Tensor:
-        """Raise, because a head that copies the target's weights needs the whole target."""
+        """Raise, because a head that copies the target's weights needs the whole target.
+
+        Only the embedding and the LM head are loaded here. `name` is the tensor's.
+        """
         raise ValueError(
             f"{name} is not stored beside the features: set train.decode=1, which loads the whole target"
         )
@@ -192,7 +198,7 @@ def target_config(
 ) -> Any:
     """Return the text config of a target, without loading its weights.
 
-    `path` is a folder, a hub id or a GGUF file, which is unpacked first.
+    `path` is a folder, a hub id or a GGUF file, which is unpacked first. Its sizes decide those of a head.
     """
     config = AutoConfig.from_pretrained(
         model_folder(path, revision), revision=revision, trust_remote_code=trust_remote_code

@@ -38,12 +38,12 @@ class TreeCache(RowCache, Cache):
         stateful: Mapping[int, int] | None = None,
         mixers: Mixers | None = None,
     ) -> None:
-        """Make an empty cache.
+        """Make an empty cache of keys, values, tapped hidden states and recurrent states.
 
         Args:
             num_layers: the number of layers that write to it.
             stateful: by layer index the number of recurrent states that it keeps, for layers that keep any.
-            mixers: the modules that read and write these states.
+            mixers: the modules that read and write these recurrent states; None for a model of attention alone.
         """
         RowCache.__init__(self)
         self.mixers = mixers
@@ -144,7 +144,7 @@ class TreeCache(RowCache, Cache):
         paths: Mapping[int, Sequence[int]],
         counts: Mapping[int, int] | None = None,
     ) -> None:
-        """Commit the accepted columns of the last forward as in `RowCache.keep`, and the recurrent states after them.
+        """Commit the accepted columns (tokens) of the last forward, and the recurrent states after them.
 
         Args:
             paths: by cache row the columns to keep, in their new order, counted from its first uncommitted column.
@@ -202,12 +202,13 @@ class TreeCache(RowCache, Cache):
     def reusable(self, cache_row: int, length: int) -> int:
         """Return how many of a cache row's first `length` tokens a new prompt that shares them need not read again.
 
-        Keys and values serve any prefix. Recurrent states are held after some tokens alone.
+        Keys and values serve any prefix. Recurrent states are held after some tokens alone. A cache row is one
+        sequence's place in the cache, whose tokens stay after the sequence has ended.
         """
         return length if self.states is None else self.states.reusable(cache_row, length)
 
     def measure(self) -> None:
-        """Store the bytes of the first sequence's states and of a column on the mixers, where later caches read them.
+        """Store the bytes of the first sequence's recurrent states and of a column on the mixers, for later caches.
 
         A column is what is cached for one token; mixers are the modules that keep recurrent states.
         """
@@ -304,7 +305,7 @@ class _Layer(CacheLayerMixin):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
-        """Write new keys and values; return those of all columns, which the new tokens attend to.
+        """Write new keys and values; return those of all tokens, which the new tokens attend to.
 
         Args:
             key_states: [B, X, N, D], of N new tokens of B sequences, for X heads of width D.
@@ -313,7 +314,7 @@ class _Layer(CacheLayerMixin):
             kwargs: unused.
 
         Returns:
-            Keys and values [B, X, S, D], of S columns up to the last new one of the longest sequence.
+            Keys and values [B, X, S, D], of S tokens up to the last new one of the longest sequence.
         """
         return self.key_buffer.write(key_states), self.value_buffer.write(value_states)
 
@@ -377,7 +378,7 @@ class _MixedLayer(_Layer, LinearAttentionLayer):
     """A layer with keys and values and with recurrent states; the states lie in copies of it, one for each run."""
 
     def __init__(self, owner: TreeCache, number_of_states: int) -> None:
-        """Make an empty layer of the cache `owner`; a module keeps this number of recurrent states in it."""
+        """Make an empty layer of the cache `owner`, in which a module keeps `number_of_states` recurrent states."""
         LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
         _Layer.__init__(self, owner)
 
@@ -422,7 +423,7 @@ class NoCache(Cache):
     """
 
     def __init__(self, num_layers: int) -> None:
-        """Make a cache for a model of this number of layers."""
+        """Make a cache that keeps nothing, for a model of this number of layers."""
         super().__init__(layers=[_EmptyLayer() for _ in range(num_layers)])
 
 
@@ -441,7 +442,7 @@ class _EmptyLayer(CacheLayerMixin):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
-        """Return the new keys and values alone, and keep nothing."""
+        """Return the new keys and values alone, and keep nothing; models of transformers call this in attention."""
         return key_states, value_states
 
     def get_seq_length(self) -> int:
@@ -492,7 +493,7 @@ class _BorrowedLayer(_EmptyLayer):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
-        """Return the borrowed keys and values followed by the new ones, and keep nothing."""
+        """Return the borrowed keys and values followed by the new ones, [B, X, S + N, D] each, and keep nothing."""
         keys, values = self.borrowed
         return torch.cat([keys, key_states], 2), torch.cat([values, value_states], 2)
 

@@ -194,7 +194,10 @@ def read_spare_tensor(model: Any, name: str) -> Tensor | None:
 
 
 def _find_file(config: Any, name: str) -> str | None:
-    """Return the path of one of a loaded model's files, from its folder or the hub; None if it has no such file."""
+    """Return the path of one of a loaded model's files, from its folder or the hub; None if it has no such file.
+
+    Tensors that transformers does not load are read from it.
+    """
     if not config.name_or_path:
         return None
     options: dict[str, Any] = {
@@ -351,7 +354,7 @@ def check_model(model: Any) -> Any:
 
 
 def settle_weights(model: Any, device: torch.device) -> None:
-    """Run a model once that rewrites its weights in its first forward, as RWKV rescales its own.
+    """Run a model once if it rewrites its weights in its first forward, as RWKV rescales its own.
 
     The model remembers that in an attribute. A second module tree that copied the attribute before would rewrite the
     shared weights again.

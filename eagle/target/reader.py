@@ -73,7 +73,7 @@ class TreeReader:
     """Runs a model under any mask through a second set of modules over its weights; the model itself is unchanged."""
 
     def __init__(self, model: Any, config: Any, *, invariant: bool = True) -> None:
-        """Take a model; `check` then finds the mode by which it reads draft trees.
+        """Take a model; `check` then finds the mode (the way) in which it reads draft trees.
 
         Args:
             model: a causal language model of transformers.
@@ -150,7 +150,7 @@ class TreeReader:
             self.settings[ATTENTION_KEY] = GROUPED
 
     def _make_mixers(self, mode: TreeReadMode) -> Mixers:
-        """Wrap the modules that this mode runs over root-to-leaf paths of a tree, as a mask cannot steer them.
+        """Wrap the modules that this mode runs over root-to-leaf paths of a tree, because no mask can steer them.
 
         These mixers are modules that keep a recurrent state, attention that orders its keys by itself, or the whole
         model. A model that a mask steers has none.
@@ -190,7 +190,8 @@ class TreeReader:
     def logits(self, head: TargetHead, hidden: Tensor) -> Tensor:
         """Return [.., V], the LM head's logits at states [.., D].
 
-        In a mode that keeps bits, a token's logits do not depend on the number of states that are read with it.
+        In a mode (a way to read trees) that keeps bits, a token's logits do not depend on the number of states that are
+        read with it.
         """
         if not self.mode.keeps_bits:
             return head.logits(hidden)
@@ -527,7 +528,7 @@ class TreeReader:
 
     @contextmanager
     def _trying_on_a_copy(self) -> Iterator[None]:
-        """A context in which modes are tried on a second set of modules over the model's weights.
+        """A context in which modes (ways to read trees) are tried on a second set of modules over the model's weights.
 
         The trials lower windows and make rotary tables of other lengths. The model itself must stay unchanged, as it
         may be generating in another thread.

@@ -85,7 +85,7 @@ class CacheBuffer:
             self._allocate(self.tensor, cache_rows, columns)
 
     def _allocate(self, like: Tensor, cache_rows: int, columns: int) -> None:
-        """Replace the buffer by one of this size, with the old contents where both overlap.
+        """Replace the buffer by one for so many sequences (rows) and tokens (columns), with the old contents that fit.
 
         `like` is a tensor [.., X, .., D] that gives heads X, width D, dtype and device.
         """
@@ -118,13 +118,16 @@ class RowCache:
         self.set_write_offset([0])
 
     def add(self) -> CacheBuffer:
-        """Add a buffer, which takes memory from its first write on, and return it."""
+        """Add a buffer, which takes memory from its first write on, and return it.
+
+        A buffer holds one layer's keys or values, for example.
+        """
         self.buffers.append(CacheBuffer(self))
         return self.buffers[-1]
 
     @property
     def written(self) -> list[CacheBuffer]:
-        """The buffers that have been written to."""
+        """The buffers that have been written to, and so have memory."""
         return [buffer for buffer in self.buffers if buffer.tensor.shape[2]]
 
     @property

@@ -39,7 +39,10 @@ class PromptOutput:
     followers: Followers | None = None
 
     def commit(self, choose: Choose) -> Committed:
-        """Choose the token after the prompt, and return the prompt with it as a drafter takes committed tokens."""
+        """Choose the token after the prompt, and return the prompt with it as a drafter takes committed tokens.
+
+        `choose` is the rule by which the target chooses. The token is the root of the first draft.
+        """
         # the output has one node, the prompt's last token. The token chosen after it is the root of the next tree
         (root,) = choose(self.output, [0])
         # refuse the mark that stands for nan logits, after this one node
@@ -373,10 +376,10 @@ class TargetState:
         return dict(zip(rows, logits, strict=True))
 
     def _rank_followers(self, row: int, tokens: list[int], states: Tensor) -> None:
-        """Store the likeliest next tokens after each token of a part of a row's prompt, for a drafter that reads them.
+        """Store the likeliest next tokens after each token of a part of a prompt, for a drafter that reads them.
 
         Args:
-            row: the row.
+            row: the sequence, by its caller's number.
             tokens: T tokens of its prompt.
             states: [T or more, D], the LM head's input at these, and at padding.
         """
@@ -390,7 +393,7 @@ class TargetState:
 
     @torch.inference_mode()
     def read(self, trees: Mapping[int, DraftTree]) -> dict[int, TargetOutput]:
-        """Verify a draft tree for each row: return by row the target's logits and tapped states at every node.
+        """Read a draft tree for each row (sequence): return by row the target's logits and tapped states at every node.
 
         A node attends to its row's sequence, its ancestors and itself. All rows share a forward where they may.
         """
@@ -602,7 +605,7 @@ class TargetState:
             )
 
     def _check_border(self, start: int, tree: DraftTree) -> None:
-        """Refuse a tree after `start` tokens whose deepest path crosses longrope's border.
+        """Refuse a tree after `start` tokens whose deepest path crosses longrope's border, a length in tokens.
 
         A longrope model reads longer sequences with other rotary frequencies throughout, so the cache would be wrong.
         """
@@ -612,7 +615,7 @@ class TargetState:
             self.target.check_growth(start, start + tree.levels + 1)
 
     def levels(self, row: int, wanted: int) -> int:
-        """Return how many of the wanted levels (depths of a tree below its root) a row may draft.
+        """Return how many of the wanted levels (depths of a tree below its root) a row (sequence) may draft.
 
         No path may cross longrope's border, the length beyond which a longrope model uses other rotary frequencies.
         """

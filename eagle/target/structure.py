@@ -93,7 +93,10 @@ def decoder_layers(base: nn.Module, count: int) -> nn.ModuleList:
 
 
 def _outermost(names: Iterable[str]) -> list[str]:
-    """Return the names of the modules that are nested least deep, by the number of dots in their names."""
+    """Return the names of the modules that are nested least deep, by the number of dots in their names.
+
+    Of several lists of modules, the decoder layers are the outermost.
+    """
     names = list(names)
     depth = min(name.count(".") for name in names)
     return [name for name in names if name.count(".") == depth]
@@ -131,7 +134,10 @@ def typical_config(config: Any, keys: Iterable[str]) -> Any:
 
 
 def device_of(layer: nn.Module) -> torch.device:
-    """Return the device on which a layer runs: that of its weights, or that to which accelerate moves them."""
+    """Return the device on which a layer runs: that of its weights, or that to which accelerate moves them.
+
+    Inputs are moved there.
+    """
     hook = getattr(layer, "_hf_hook", None)
     for tensor in (*layer.parameters(), *layer.buffers()):
         # offloaded weights are on the meta device until the layer runs

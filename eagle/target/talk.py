@@ -131,7 +131,7 @@ class ChatMixin:
     def check_images(self, tokens: Tensor, media: Mapping[str, Any] | None) -> None:
         """Refuse image tokens without an image, which the model would read as text.
 
-        `media` is what the processor gave for images, None or empty for none.
+        `media` is what the processor gave for images, None or empty for none. `tokens` are token ids of any shape.
         """
         if self.processor is None or media:
             return
@@ -229,7 +229,10 @@ def first_tokens(sequence: list[int], count: int) -> list[int]:
 
 
 def with_answer(prompt: list[int], answer: list[int]) -> list[int]:
-    """Return the tokens of a prompt and the beginning of an answer, with the prompt's images."""
+    """Return the tokens of a prompt and the beginning of an answer, with the prompt's images.
+
+    Reading it shows what the target would answer next.
+    """
     # token types are padded by 0, the type of text, for the answer
     return _with_media(
         [*prompt, *answer],

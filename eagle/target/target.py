@@ -79,7 +79,11 @@ class Target(ChatMixin):
         self._find_out()
 
     def _find_out(self) -> None:
-        """Make the reader and the head for the model as it is now, and mark the model to notice later changes."""
+        """Make the reader and the head for the model as it is now, and mark the model to notice later changes.
+
+        The reader runs the model over draft trees. The head is the target's embedding and LM head, as drafters borrow
+        them.
+        """
         model = self.model
         # both with plain matrices, as draft heads borrow them: copies where the model's own are quantised, say
         embedding, output = borrowed_layers(model)
@@ -307,7 +311,10 @@ class Target(ChatMixin):
 
     @property
     def layers(self) -> nn.ModuleList:
-        """The decoder layers as this target runs them, with the model's weights and their own hooks."""
+        """The decoder layers as this target runs them, with the model's weights and their own hooks.
+
+        A hook is a function that torch calls around a layer's forward.
+        """
         self.refresh()  # the layers of an outdated reader would be dropped, and hooks on them lost
         return self.reader.layers
 
@@ -345,7 +352,7 @@ class Target(ChatMixin):
         return getattr(self.config, "max_position_embeddings", None)
 
     def open(self, taps: tuple[int, ...] = (), max_tokens: int | None = None) -> TargetState:
-        """Return a state for any number of sequences to decode, independent of other open states.
+        """Return a state (tokens and KV cache) for any number of sequences to decode, independent of other open states.
 
         It may reuse the sequence that was `close`d last, so that a shared prefix is not read again.
 
@@ -366,7 +373,7 @@ class Target(ChatMixin):
         return TargetState(self, taps, max_tokens, mark)
 
     def close(self, state: TargetState) -> None:
-        """Release a state's rows, and keep the state as the spare that the next `open` may return.
+        """Release a state's rows (sequences), and keep the state as the spare that the next `open` may return.
 
         The next prompt then reuses the cache of the prefix that it shares with the state's last sequence. That is so
         for a state of a single row without a limit, as long as the weights do not change.
@@ -398,7 +405,7 @@ class Target(ChatMixin):
         drafter: Drafter | None = None,
         sequences: int = 1,
     ) -> int:
-        """Return the bytes of a cache with this many tokens, and of a drafter's own state for them.
+        """Return the bytes of a KV cache with this many tokens, and of a drafter's own state for them, as a forecast.
 
         Args:
             tokens: as `max_tokens_in_cache`.
@@ -510,7 +517,7 @@ class Target(ChatMixin):
     def width_of(self, taps: tuple[int, ...]) -> int:
         """Return the width of the states at these taps (layer indices, or -1 for the LM head's input).
 
-        All have the same width, for others are refused.
+        All must have the same width: taps of different widths are refused.
         """
         self.check_taps(taps)
         return self.reader.layouts[taps[0]].width

@@ -26,7 +26,7 @@ class TargetView:
     """Embedding, layers and head over the target's weights; the target's own sequences and cache stay untouched."""
 
     def __init__(self, target: Any) -> None:
-        """Take a target's layers for a drafter that runs some of them.
+        """Take a target's layers for a drafter that runs some of them itself, as early exit does.
 
         Raises:
             ValueError: if the target's layers cannot be run one by one.
@@ -69,7 +69,7 @@ class TargetView:
 
     @property
     def shows_attention(self) -> bool:
-        """Whether the model's attention can be observed (it uses registered attention functions)."""
+        """Whether a drafter can see the model's queries and keys: it must use registered attention functions."""
         return can_observe(self.reader.original, self.reader.settings)
 
     def new_cache(self) -> TreeCache:
@@ -335,7 +335,7 @@ class _Layer(nn.Module):
         runs: bool,
         returns_tuple: bool,
     ) -> None:
-        """Wrap a layer.
+        """Wrap a decoder layer, so that a forward of the whole model can skip it or give it other hidden states.
 
         Args:
             layer: the layer.
@@ -392,7 +392,7 @@ class TargetSequences:
         return [self.state.rows.index(row) for row in rows]
 
     def length(self, row: int) -> int:
-        """Return the number of a row's committed tokens, all of which the target has read."""
+        """Return the number of committed tokens of a row (sequence), all of which the target has read."""
         return self.state.length(row)
 
     def room(self, row: int) -> float:
@@ -408,9 +408,9 @@ class TargetSequences:
         )
 
     def keys_values(self, row: int, layer: int) -> tuple[Tensor, Tensor]:
-        """Return [X, T, D] each, a layer's rotated keys and values of a row's T committed tokens, X heads of width D.
+        """Return a layer's rotated keys and values of a row's (sequence's) T committed tokens, [X, T, D] each.
 
-        They are views of the target's cache, which must not be written to.
+        There are X heads of width D. The tensors are views of the target's cache, which must not be written to.
         """
         (cache_row,) = self._cache_rows([row])
         cache_layer = self.state.cache.layers[layer]

@@ -102,7 +102,8 @@ class Choice:
     def add(self, step: int, counts: Counts, metrics: Mapping[str, float]) -> bool:
         """Keep the head of a step if it is the best so far, and return whether it is.
 
-        A head's score is its decoded acceptance length, or else the predicted one.
+        A head's score is its decoded acceptance length, or else the predicted one. A head is better if more of its
+        drafts are accepted.
 
         Args:
             step: The step after which the head was validated.
@@ -135,7 +136,7 @@ class Choice:
     def describe(
         self, step: int, counts: Counts, metrics: Mapping[str, float], decoding: Decoding
     ) -> str:
-        """Return a line for the log that compares the head just decoded with the best one; call `add` first.
+        """Return a line for the log that compares the head just decoded with the run's best one; call `add` first.
 
         Args:
             step: The step after which the head was decoded.
@@ -172,7 +173,10 @@ class Choice:
 
 
 def describe_tau(counts: Counts) -> str:
-    """Return the acceptance length of decoded prompts, and their number, as a phrase for the log."""
+    """Return the acceptance length of decoded prompts, and their number, as a phrase for the log.
+
+    `counts` are tokens and cycles of each prompt, by temperature.
+    """
     # every temperature decodes the same prompts
     prompts = len(next(iter(counts.values())))
     tau = acceptance_length(group_by_prompt(counts).values())

@@ -73,7 +73,8 @@ def losses_of_drafts(
         policy: The section `train.on_policy`: the divergence for each kind of token, and the decay of weights.
 
     Returns:
-        "accepted" and "rejected", divergences summed over drafts and divided by the number of supervised tokens.
+        "accepted" and "rejected", divergences summed over drafted tokens and divided by the number of supervised
+        tokens.
     """
     device = batch.tokens.device
     terms = {name: torch.zeros((), device=device) for name in ("accepted", "rejected")}

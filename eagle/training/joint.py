@@ -62,7 +62,7 @@ class Joint(nn.Module):
     def __init__(
         self, model: Any, head: TrainableDrafter, target_head: TargetHead, settings: JointSection
     ) -> None:
-        """Add the adapters to the model, in place.
+        """Add LoRA adapters to the target's model, in place, to train it together with heads.
 
         Args:
             model: The target's transformers model.
@@ -142,7 +142,8 @@ class Joint(nn.Module):
     def states(self, tokens: Tensor) -> Tensor:
         """Return [B, T, D], the LM head's input of width D at right-padded tokens [B, T], with gradients.
 
-        No attention mask is needed: padding follows the tokens, and attention is causal.
+        No attention mask is needed: padding follows the tokens, and attention is causal. The heads' loss then reaches
+        the adapters.
         """
         (body,) = self.body
         states: Tensor = body(input_ids=tokens, use_cache=False).last_hidden_state
@@ -242,7 +243,7 @@ def heads_weight(settings: JointSection, step: int, steps: int) -> float:
 
 
 def _drop_frozen(joint: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Remove frozen weights from the state dict, in place, or a checkpoint would hold the whole target.
+    """Remove frozen weights from the state dict, in place: a checkpoint need not hold the whole target.
 
     torch calls it as a hook of `state_dict`, with the prefix of the module's names and its local metadata.
     """

@@ -87,7 +87,7 @@ def launch(settings: TrainSection) -> Accelerator:
 
 
 def _configure_deepspeed(accelerator: Accelerator, settings: TrainSection) -> None:
-    """Set the options of the DeepSpeed engine by the recipe, and refuse a file of options that contradicts it."""
+    """Set the options of the DeepSpeed engine by the recipe's section `train`; refuse a file that contradicts it."""
     plugin = accelerator.state.deepspeed_plugin
     # the handle by which transformers learns of ZeRO: it would split the target as well, and load it without weights
     plugin.dschf = None
@@ -271,7 +271,10 @@ def refuse_other_engine(engine: dict[str, Any], settings: TrainSection) -> None:
 
 
 def _refuse_unless(name: str, got: object, accepted: set[str], reason: str) -> None:
-    """Raise if a setting was given (not None) and its value is not accepted; `reason` says what the recipe has."""
+    """Raise if a setting was given (not None) and its value is not accepted; `reason` says what the recipe has.
+
+    A launcher's own config may set what the recipe decides.
+    """
     if got is not None and str(got).lower() not in accepted:
         raise ValueError(
             f"accelerate was given {name} = {got}, which the recipe does not follow: {reason}. Leave it out of the "
@@ -327,7 +330,8 @@ def shard_head(head: nn.Module) -> None:
     """Spread a head's weights over all processes; each gathers them for a step and keeps its share of the gradients.
 
     The head is one FSDP unit, because drafters read weights outside of their modules' forwards. `state_dict` gathers
-    whole tensors, so all processes must call it together; `load_state_dict` takes whole ones.
+    whole tensors, so all processes must call it together; `load_state_dict` takes whole ones. FSDP is torch's fully
+    sharded data parallelism.
     """
     device = next(head.parameters()).device
     fully_shard(head, mesh=init_device_mesh(device.type, (dist.get_world_size(),)))
@@ -350,7 +354,10 @@ def prepare_sharded(
 
 
 def gather(value: Any) -> Any:
-    """Return a sharded tensor as a whole tensor, and any other value unchanged. All processes must call it."""
+    """Return a sharded tensor as a whole tensor, and any other value unchanged. All processes must call it.
+
+    State dicts that are saved hold whole tensors.
+    """
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
@@ -364,7 +371,7 @@ def _gather_weights(head: nn.Module, state: dict[str, Any], *_: Any) -> None:
 
 
 def _split_weights(head: nn.Module, state: dict[str, Any], *_: Any) -> None:
-    """Replace the whole weights of a state dict by this process's shares, in place: a hook before the head loads it.
+    """Replace the whole weights of a state dict by this process's shards, in place: a hook before the head loads it.
 
     Further arguments of the hook are not read.
     """
@@ -375,7 +382,7 @@ def _split_weights(head: nn.Module, state: dict[str, Any], *_: Any) -> None:
 
 
 def _split_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Replace the whole moments (Adam's running means) that an optimizer has loaded by this process's shares, in place.
+    """Replace the whole moments (Adam's running means) that an optimizer has loaded by this process's shards.
 
     It is a hook of the optimizer's `load_state_dict`.
     """

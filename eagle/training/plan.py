@@ -53,7 +53,10 @@ class Plan:
         self.epoch = lru_cache(2)(self._order_of)
 
     def __len__(self) -> int:
-        """Return the number of optimizer steps of the run."""
+        """Return the number of optimizer steps of the run.
+
+        Steps are counted over all epochs, up to `train.max_steps`.
+        """
         steps = self.settings.epochs * self.steps_an_epoch
         return min(steps, self.settings.max_steps or steps)
 
@@ -129,7 +132,7 @@ class Plan:
 
     @property
     def stem_steps(self) -> int:
-        """Return the number of steps before the learning rate of `wsd` falls.
+        """The number of steps before the learning rate of the schedule `wsd` (warm-up, stable, decay) falls.
 
         A longer run has these steps in common with this one, so it can start from their checkpoint (`train.stem`).
         """
@@ -194,7 +197,7 @@ class Dealer:
         """Deal examples for one process.
 
         Args:
-            head: The head that trains, which says how its loss is divided.
+            head: The head that trains, which says by what numbers (divisors) its summed losses are divided.
             features: The source of examples.
             plan: The run's plan, the same in every process.
             rank: The index of this process.
@@ -226,9 +229,10 @@ class Dealer:
         self.divisors_of = lru_cache(2)(self._divisors_of)
 
     def batches(self, first: int, pin: bool = False) -> Iterator[Batch]:
-        """Return this process's batches from step `first` on, loaded ahead by a thread where that is possible.
+        """Return this process's batches from step `first` on, in the order in which the training loop takes them.
 
-        With `pin` they lie in pinned memory, from which an accelerator copies while it computes.
+        A thread loads them ahead where that is possible. With `pin` they lie in pinned memory, from which an
+        accelerator copies while it computes.
         """
         policy = self.plan.settings.on_policy
         if policy is not None:
@@ -412,7 +416,8 @@ class Dealer:
     def _count_divisors(self, batch: Batch, count_divisor: Callable[[Batch], Tensor]) -> Tensor:
         """Return the numbers [N] by which the head divides its loss terms on one batch, in float64.
 
-        A head whose loss is a mean over supervised tokens has one: their number.
+        A head whose loss is a mean over supervised tokens has one: their number. They are summed over the batches of a
+        step, whose loss they divide.
         """
         # only a forward tells
         if self.head.counts_by_forward:

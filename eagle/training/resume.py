@@ -157,7 +157,7 @@ class Checkpoints:
         return faults[0]
 
     def _check_room(self) -> None:
-        """Raise a DiskError if the disk has no room for another checkpoint of the newest one's size.
+        """Raise a DiskError if the disk has no space for another checkpoint of the newest one's size.
 
         Before the first checkpoint the size is not known, and nothing is checked.
         """
@@ -173,7 +173,10 @@ class Checkpoints:
             )
 
     def _complete(self, temporary: Path, step: int, state: dict[str, Any]) -> None:
-        """Flush a checkpoint's files, mark it complete, rename it into place and remove all but the newest `keep`."""
+        """Flush a checkpoint's files, mark it complete, rename it into place and remove all older ones but `keep`.
+
+        A crash in between leaves no checkpoint that looks complete.
+        """
         apply_umask(temporary)
         # the size and the checksum of each file
         files = {}

@@ -235,7 +235,7 @@ def first_head(
 
 
 def _supervised_tokens(features: Features) -> Iterator[Tensor]:
-    """Yield the supervised tokens of every example; the most frequent ones become a draft vocabulary."""
+    """Yield the supervised tokens (those of answers) of every example; a draft vocabulary is made of frequent ones."""
     for index in range(len(features)):
         tokens, loss_mask = features.tokens_and_mask(index)
         yield tokens[loss_mask]

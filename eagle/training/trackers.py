@@ -109,7 +109,10 @@ class PatientWandb(WandBTracker):
         self.run.config.update(values, allow_val_change=True)
 
     def send(self, path: Path) -> None:
-        """Log a file as an artefact; an HTML page or an SVG figure is shown among the run's charts, too."""
+        """Log a file as an artefact; an HTML page or an SVG figure is shown among the run's charts, too.
+
+        Reports are sent this way. `path` is the file.
+        """
         import wandb
 
         artefact = wandb.Artifact(f"{self.run.id}-{path.stem}", type="report")
@@ -174,7 +177,7 @@ class Trackers:
     """A run in each of a recipe's trackers, which only the main process opens; without trackers it does nothing."""
 
     def __init__(self, recipe: Recipe, *, before: int | None = None) -> None:
-        """Begin or resume the run in each tracker.
+        """Begin or resume the run in each tracker, such as wandb or tensorboard, that the recipe names.
 
         Args:
             recipe: It names the trackers, and its values are logged as hyper-parameters.
@@ -250,7 +253,7 @@ class Trackers:
         return OWN_TRACKERS.get(name, LOGGER_TYPE_TO_CLASS[name])(project, **run)
 
     def log(self, row: Mapping[str, Any], *, was_logged: bool = False) -> None:
-        """Log the numbers of a row in all trackers.
+        """Log the numbers of a row of metrics in all trackers.
 
         Args:
             row: Nested values, and its "step".
@@ -362,7 +365,10 @@ def flatten(
 
 
 def _parse(line: str) -> dict[str, Any]:
-    """Return the row of a line of metrics.jsonl; {} for a line that was cut off when the run was killed."""
+    """Return the row of a line of metrics.jsonl; {} for a line that was cut off when the run was killed.
+
+    A resumed run finds rows in it that it will write again.
+    """
     try:
         row = json.loads(line)
     except ValueError:

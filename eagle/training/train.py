@@ -229,7 +229,10 @@ class _Run:
         self._report()
 
     def _is_due(self, interval: int | None) -> bool:
-        """Return whether this step is a multiple of `interval`, or without one the last of an epoch."""
+        """Return whether this step is a multiple of `interval`, or without one the last of an epoch.
+
+        Validations and checkpoints are due at such steps.
+        """
         return self.step % (interval or self.plan.steps_an_epoch) == 0
 
     def _report(self) -> None:
@@ -245,7 +248,9 @@ class _Run:
             self.metrics.close()
 
     def _advance(self, step: int, batches: Iterator[Batch]) -> None:
-        """Take one step: forward and backward of this process's parts of the batch, clip, update; keep sums to log.
+        """Take one optimizer step: forward and backward of this process's parts of the batch, clip, update.
+
+        The losses and the gradient norm are kept for the log. A part is what one forward reads.
 
         Args:
             step: The index of the step, from 0.
@@ -297,7 +302,7 @@ class _Run:
         return self.accelerator.reduce(counts.to(self.accelerator.device), "sum")
 
     def _update(self) -> Tensor:
-        """Clip the gradients and, if they are finite, take the optimizer step. Return their norm before clipping."""
+        """Clip the gradients and, if they are finite, take the optimizer step; return their norm before clipping."""
         # the engine has clipped and stepped within the last backward
         if self.deepspeed:
             return torch.tensor(float(self.model.get_global_grad_norm()))
@@ -310,7 +315,7 @@ class _Run:
         return norm.float()
 
     def _trainable_weights(self) -> list[Tensor]:
-        """Return the weights that the optimizer updates."""
+        """Return the weights that the optimizer updates; others, such as a frozen LM head, keep their values."""
         return [weight for weight in self.head.parameters() if weight.requires_grad]
 
     def print(self, line: str) -> None:
@@ -354,7 +359,7 @@ class _Run:
         self.log_time = perf_counter()
 
     def _log_skipped(self, last: int, skipped: list[int]) -> None:
-        """Report skipped steps and the conversations to blame: those of parts whose loss was not finite either.
+        """Report skipped steps and the conversations to blame: those of forwards whose loss was not finite either.
 
         Args:
             last: The step of the row that is written.
@@ -535,7 +540,10 @@ class _Run:
         }
 
     def _identity(self) -> dict[str, Any]:
-        """Return all settings and data that decide this run's result, which a run that resumes it must share."""
+        """Return all settings and data that decide this run's result, which a run that resumes it must share.
+
+        A checkpoint carries it.
+        """
         return run_identity(self.recipe, self.features.identity, self.accelerator.num_processes)
 
     def _checkpoint(self, checkpoints: Checkpoints) -> None:

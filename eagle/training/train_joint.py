@@ -171,7 +171,10 @@ class _JointRun:
             metrics.close()
 
     def _is_due(self, interval: int | None) -> bool:
-        """Return whether this step is the last, or a multiple of `interval`, or without one the end of an epoch."""
+        """Return whether this step is the last, or a multiple of `interval`, or without one the end of an epoch.
+
+        Validations and checkpoints are due at such steps.
+        """
         return (
             self.step == len(self.plan) or self.step % (interval or self.plan.steps_an_epoch) == 0
         )

@@ -118,7 +118,7 @@ class Cache:
         self.gate_up = _join_weights([block.mlp.gate_proj, block.mlp.up_proj])
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write keys and values at the owner's write offset, which `RowCache.set_write_offset` has set before.
+        """Write new keys and values into the cache, where `RowCache.set_write_offset` has said before; return all.
 
         Args:
             keys: [B, heads, T, w], of T new tokens of each of B sequences; w is the width of a head.
@@ -303,7 +303,8 @@ class Block(nn.Module):
     def inputs(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return attention's input, and the residual to which attention's output is added.
 
-        Both are x here, as this block has no input norm. Subclasses return other tensors.
+        Both are x here, as this block has no input norm. Subclasses return other tensors. `x` [.., width] is the
+        block's input.
         """
         return x, x
 
@@ -347,7 +348,7 @@ class NormedBlock(Block):
     """A Llama decoder block, used for all blocks of a head after the first."""
 
     def __init__(self, shape: HeadShape) -> None:
-        """Make a `Block` and the norm before its attention."""
+        """Make a `Block`, and the norm before its attention, which a Llama's decoder layer has."""
         super().__init__(shape)
         self.input_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps)
 
@@ -463,7 +464,7 @@ class Rotary(LlamaRotaryEmbedding):
 
 
 def rotary_tables(rotary: Rotary, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the rotary tables of positions, the same for a sequence in whatever batch it is.
+    """Return the rotary tables (cosines and sines) of positions, the same for a sequence in whatever batch it is.
 
     Args:
         rotary: The head's rotary embedding.

@@ -92,7 +92,7 @@ def _add_likelihood(divergence: Compare, likelihood: Compare) -> Compare:
     """
 
     def loss_and_grad(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the losses [rows] and the gradients at the logits [rows, V]; both arguments may be overwritten."""
+        """Return the summed losses [R] and their gradients at the logits [R, V]; both arguments may be overwritten."""
         # first and on a copy of the probs: a likelihood overwrites probs alone, a divergence the logits too
         token_loss, token_grad = likelihood(logits, probs.clone())
         loss, grad = divergence(logits, probs)
@@ -113,7 +113,7 @@ def _likelihood(tokens: Tensor, weight: float) -> Compare:
     """
 
     def loss_and_grad(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return -log q of the tokens [rows] and its gradient at the logits [rows, V], written over the probs."""
+        """Return -log q of the tokens [R] and its gradient at the logits [R, V], written over the student's probs q."""
         # With logits z and the student's probs q, log q = z - log sum e^z. The sum follows from the likeliest token,
         # whose z and q are both known: log sum e^z = max z - log max q.
         log_normalizer = logits.amax(-1, keepdim=True) - probs.amax(-1, keepdim=True).log()
@@ -147,7 +147,7 @@ def _cross_entropy(target_probs: Tensor, objective: Objective) -> Compare:
         mass = mass + extra.sum(-1)
 
     def loss_and_grad(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the loss [rows] and the gradient at the logits [rows, V]; both arguments are overwritten."""
+        """Return the loss [R] and its gradient at the student's logits [R, V]; both arguments are overwritten."""
         # logsumexp(z) from the likeliest token, as log max q = max z - logsumexp(z)
         log_normalizer = logits.amax(-1) - probs.amax(-1).log()
         loss = mass * log_normalizer - logits.mul_(weighted).sum(-1)
@@ -161,10 +161,10 @@ def _cross_entropy(target_probs: Tensor, objective: Objective) -> Compare:
 
 
 def _overlap(probs: Tensor, target_probs: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the overlap a = sum min(p, q) [rows, 1], and its gradient at the student's logits [rows, V], a new tensor.
+    """Return the overlap a = sum min(p, q) [R, 1], and its gradient at the student's logits [R, V], a new tensor.
 
-    The overlap is the probability that a sampled draft token is accepted. `probs` are the student's q [rows, V],
-    `target_probs` the target's p [rows, V].
+    The overlap is the probability that a sampled draft token is accepted. `probs` are the student's q [R, V],
+    `target_probs` the target's p [R, V].
     """
     overlap = torch.minimum(probs, target_probs).sum(-1, keepdim=True).clamp(min=TINY)
     # da/dz = q (b - sum q b), where b is 1 for tokens with q < p, as min(p, q) depends on q only there
@@ -180,7 +180,7 @@ def _total_variation(target_probs: Tensor, objective: Objective) -> Compare:
     """
 
     def loss_and_grad(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the loss [rows] and the gradient at the logits [rows, V], from the student's probs [rows, V]."""
+        """Return the loss 1 - a [R] and its gradient at the logits [R, V], from the student's probs q [R, V]."""
         overlap, overlap_grad = _overlap(probs, target_probs)
         return objective.weight * (1 - overlap[..., 0]), overlap_grad.mul_(-objective.weight)
 
@@ -194,7 +194,7 @@ def _acceptance(target_probs: Tensor, objective: Objective) -> Compare:
     """
 
     def loss_and_grad(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the loss [rows] and the gradient at the logits [rows, V], from the student's probs [rows, V]."""
+        """Return the loss -log a [R] and its gradient at the logits [R, V], from the student's probs q [R, V]."""
         overlap, overlap_grad = _overlap(probs, target_probs)
         # d(-log a) = -da / a
         grad = overlap_grad.mul_(-objective.weight / overlap)
@@ -211,7 +211,7 @@ def _hybrid(target_probs: Tensor, objective: Objective) -> Compare:
     """
 
     def loss_and_grad(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the loss [rows] and the gradient at the logits [rows, V], with l named `blend`."""
+        """Return the loss [R] and its gradient at the logits [R, V], from the student's logits and probs q."""
         overlap, overlap_grad = _overlap(probs, target_probs)
         blend = (
             (-3 * overlap).exp()
@@ -237,7 +237,8 @@ def _reverse_kl(target_probs: Tensor, objective: Objective) -> Compare:
     weight = objective.weight / 2 if is_jsd else objective.weight
 
     def loss_and_grad(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the loss [rows] and the gradient at the logits [rows, V]; `reference` is m, or the target's p."""
+        """Return the loss [R] and its gradient at the logits [R, V], from the student's probs q [R, V]."""
+        # what q is compared with: the mixture m = (p + q) / 2 for jsd, else the target's p
         reference = (probs + target_probs).div_(2) if is_jsd else target_probs.clamp(min=TINY)
         # q log q - q log m, each by xlogy, which is 0 for q = 0, where log(q / m) may be undefined
         terms = torch.xlogy(probs, probs) - torch.xlogy(probs, reference)

@@ -188,7 +188,7 @@ def plan_levels(paths: Paths, depth: int, device: torch.device) -> tuple[list[Le
 
 
 def plan_parents(budget: Budget, nodes: int, device: torch.device) -> Tensor | None:
-    """Return the parents [1 + nodes] of the root and the first nodes of the budget's fixed shape, on the host.
+    """Return the parents [1 + nodes] of the root and the first nodes of a budget's fixed tree shape, on the host.
 
     None if the budget has no fixed shape: then a dynamic tree's parents are known only once it has grown.
 
@@ -235,7 +235,10 @@ def grow(
     def level_of_row(
         depth: int, rows: list[int], tokens: Tensor, parents: Tensor, tree_mask: Tensor
     ) -> Tensor:
-        """Call `level` without the batch dimension, as a `RowsLevel` of a batch of one row."""
+        """Call `level` without the batch dimension, as a `RowsLevel` of a batch of one row.
+
+        `level` reads the nodes of one level, and returns the logits of their children.
+        """
         return level(depth, tokens[0], parents[0], tree_mask[0])[None]
 
     request = DraftRequest(root, place, budget, noise)
@@ -384,7 +387,9 @@ class _GrowingTrees:
         self.tokens: list[Tensor] = []  # of each level, [rows, candidates or nodes]
 
     def may_have_children(self, depth: int) -> Tensor | None:
-        """Return which nodes may have children: those where the drafter's confidence reaches the budget's minimum.
+        """Return which nodes may have children: those where the drafter's confidence reaches the budget's threshold.
+
+        The confidence is the drafter's estimate of how likely a child is accepted.
 
         Args:
             depth: Of the nodes, those that were read last; the root has depth 0.
@@ -410,7 +415,7 @@ def _pick_levels(levels: list[Tensor], rows: list[int]) -> list[Tensor]:
 
 
 def _join_levels(levels: list[Tensor], rows: list[int]) -> Tensor:
-    """Return one tensor [len(rows), nodes of all levels, ..] from those of the levels [trees, nodes, ..].
+    """Return one tensor [len(rows), nodes of all levels, ..] from one of each level of the trees [trees, nodes, ..].
 
     `rows` are the indices of the trees to take.
     """
@@ -445,7 +450,7 @@ class _DynamicTrees(_GrowingTrees):
         self.tree_mask = torch.zeros(len(self.rows), 1, 0, dtype=torch.bool, device=self.device)
 
     def add_level(self, depth: int, logits: Tensor) -> None:
-        """Add the best `top_k` children of each node that was read last to the candidates.
+        """Add the best `top_k` children of each node of the level that was read last to the candidates of the tree.
 
         Args:
             depth: Of those nodes; the root has depth 0.
@@ -501,7 +506,7 @@ class _DynamicTrees(_GrowingTrees):
         self.tree_mask = pick_rows(self.tree_mask, indices)
 
     def read_next(self, depth: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Select the likeliest candidates of the last level as the nodes to read next.
+        """Select the likeliest candidates of the last level as the nodes that the head reads next.
 
         Args:
             depth: Not used; fixed shapes need it.
@@ -578,7 +583,7 @@ class _FixedTrees(_GrowingTrees):
         self.is_unfinished: Tensor | None = None
 
     def add_level(self, depth: int, logits: Tensor) -> None:
-        """Add the next level: each node that was read last gets the children whose ranks are in the shape.
+        """Add the next level: each node that was read last gets the children whose ranks are in the tree's fixed shape.
 
         Args:
             depth: Of the nodes that were read last; the root has depth 0.
@@ -644,7 +649,7 @@ class _FixedTrees(_GrowingTrees):
             self.is_unfinished = pick_rows(self.is_unfinished, indices)
 
     def read_next(self, depth: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Select the nodes of level `depth` that have children as the K nodes to read next.
+        """Select the nodes of level `depth` that have children as the K nodes that the head reads next.
 
         Returns:
             For each of B trees the K nodes' tokens [B, K], their parents [B, K] as indices among the nodes that were

@@ -77,7 +77,7 @@ class OwnHead:
     bias: Tensor | None = None
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return logits [.., V] of states [.., width], written to `out` where a buffer is passed."""
+        """Return logits [.., V] = states [.., width] @ weight.T + bias, written to `out` where a buffer is passed."""
         logits = torch.matmul(hidden.to(self.weight.dtype), self.weight.T, out=out)
         return logits if self.bias is None else logits.add_(self.bias)
 
@@ -122,7 +122,7 @@ class BiasedHead:
         return torch.addmm(logits, code, self.weight.T, out=out)
 
     def slope(self, logits: Tensor, hidden: Tensor) -> Tensor | None:
-        """Return what the target's head needs in `pull_back` to carry a gradient at its logits back to its states.
+        """Return what `pull_back` needs of the target's head to carry a gradient at its logits back to its states.
 
         Args:
             logits: [.., V], with the bias.
@@ -338,7 +338,10 @@ def distillation_loss(
 
 
 def _bias_of(head: LanguageHead) -> Tensor | None:
-    """Return a head's trained bias [V]; None if it has none, as any head but an `OwnHead`."""
+    """Return a head's trained bias [V]; None if it has none, as any head but an `OwnHead`.
+
+    The loss computes its gradient by hand.
+    """
     return head.bias if isinstance(head, OwnHead) else None
 
 
@@ -435,7 +438,7 @@ class _ChunkDistiller:
         steps: int,
         chunks: Sequence[slice],
     ) -> None:
-        """Allocate the buffers for logits and gradients.
+        """Allocate the buffers for the logits and gradients of one chunk of rows (tokens).
 
         Args:
             settings: The student's heads, the teacher's head and the objective.
@@ -550,7 +553,8 @@ class _ChunkDistiller:
 def _add_product_(total: Tensor, left: Tensor, right: Tensor, buffer: Tensor | None) -> None:
     """Add left @ right to a sum of gradients in place; `buffer` gets the product first if `total` is more precise.
 
-    `buffer` is None if the factors and the sum have one precision.
+    `buffer` is None if the factors and the sum have one precision. Such a product is one chunk's part of the gradient
+    of a weight matrix.
     """
     if buffer is None:
         total.addmm_(left, right)

@@ -78,7 +78,9 @@ def _inverse(x: Tensor, eps: float) -> Tensor:
 def _norm_backward(
     grad_out: Tensor, x: Tensor, weight: Tensor, inverse: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return RMSNorm's gradients at x [N, H] and at the weight [H], computed in the precision of `inverse`.
+    """Return RMSNorm's gradients at x [N, H] and at the weight [H], in the precision of `inverse`.
+
+    N are tokens, and H is the hidden size.
 
     Args:
         grad_out: [N, H], the gradient at the output of the N rows.
@@ -108,7 +110,7 @@ class RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients at the input and at the weight, from that at the output."""
+        """Return the gradients at the input x and at the weight from that at the output; eps gets None."""
         x, weight, inverse = ctx.saved_tensors
         rows = x.flatten(0, -2)
         grad_x, grad_weight = _norm_backward(

@@ -114,7 +114,7 @@ class ChildScorer:
         return logits + self._in_draft_vocab(drafter_noise), probs
 
     def best(self, scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Return the highest `count` scores of each node and their tokens in the target's vocabulary.
+        """Return the highest `count` scores of each node's children, and their tokens in the target's vocabulary.
 
         `scores` are [B, K, D], of B rows, K nodes and D draft tokens; both results are [B, K, count], or [B, K, D] if
         there are fewer draft tokens.

@@ -55,7 +55,7 @@ class CompiledParts:
         return run_part(compile_part(part) if self.is_compiled else part, *inputs)
 
     def compile_parts(self) -> None:
-        """Run the functions that `_run` gets, those of a block around attention, compiled from now on."""
+        """Compile the functions of a block around attention with `torch.compile` from now on."""
         self.is_compiled = True
 
 
@@ -255,7 +255,10 @@ def probe_read(
 
     @torch.inference_mode()
     def read(first: int, stop: int, read_mask: Tensor | None) -> Tensor:
-        """Read the tokens from `first` to before `stop`; return their states [1, tokens, hidden size]."""
+        """Read the tokens from `first` to before `stop`; return their states [1, tokens, hidden size].
+
+        It is the forward that is timed.
+        """
         # the columns that an earlier call wrote from `first` on are overwritten
         cache.length = first
         columns = slice(first, stop)

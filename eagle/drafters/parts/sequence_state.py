@@ -140,7 +140,7 @@ class SequenceState:
     # -- cache rows ---------------------------------------------------------------------------------------------------
 
     def _take_cache_rows(self, rows: Sequence[int]) -> None:
-        """Assign the next free cache row, emptied, to each of these new rows (sequences of the batch)."""
+        """Assign the next free row of the KV cache, emptied, to each of these new rows (sequences of the batch)."""
         for row in rows:
             self.rows.append(row)
             self.cache.clear(len(self.rows) - 1)
@@ -177,9 +177,10 @@ class SequenceState:
             self.dropped[self.rows[cache_row]] += stop - start
 
     def sequence_length(self, cache_row: int) -> int:
-        """Return how many committed tokens of a cache row's sequence the head has read, dropped columns included.
+        """Return how many committed tokens of the sequence in a cache row the head has read, dropped ones included.
 
-        It is the position that the head gives to the next token.
+        A sliding window drops old tokens from the cache. The result is the position that the head gives to the next
+        token.
         """
         return self.cache.lengths[cache_row] + self.dropped[self.rows[cache_row]]
 
@@ -234,7 +235,7 @@ class SequenceState:
         return torch.stack([state_of[row] for row in updates])
 
     def _read_long(self, updates: Mapping[int, Committed]) -> Mapping[int, Committed]:
-        """Read the beginnings of long updates in chunks, and return the rest, at most WINDOW_CHUNK_TOKENS of each.
+        """Read the beginnings of long updates in chunks, and return the rest, at most WINDOW_CHUNK_TOKENS tokens each.
 
         Reading drops the columns that leave the window, so the cache stays small. `updates` are newly committed tokens
         by row.

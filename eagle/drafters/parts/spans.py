@@ -223,10 +223,10 @@ class Spans:
 
 
 def _touched_blocks(low: Tensor, high: Tensor, count: int) -> Tensor:
-    """Return which blocks of flex attention's mask have a row that sees one of their columns; others are skipped.
+    """Return which blocks of flex attention's mask have a row (token) that sees one of their columns (keys).
 
-    A block has FLEX_BLOCK rows and as many columns, so the result is a bool [S / FLEX_BLOCK, count / FLEX_BLOCK], both
-    rounded up, for S rows.
+    The kernel skips all other blocks. A block has FLEX_BLOCK rows and as many columns, so the result is a bool [S /
+    FLEX_BLOCK, count / FLEX_BLOCK], both rounded up, for S rows.
 
     Args:
         low: [S], the first column that each row sees.
@@ -341,7 +341,7 @@ def _attention_shares(query: Tensor, context: Tensor, step_pairs: StepPairs) -> 
 
 
 def _merge_outputs(output: Tensor, shares: Tensor, step_pairs: StepPairs, keys: int) -> Tensor:
-    """Return the attention output [h, S, w] over sequences and draft steps, each weighted by its share.
+    """Return the attention output [h, S, w] over sequences and draft steps, each weighted by its part of the softmax.
 
     Args:
         output: [h, S, w], that over the sequences alone, of S rows and h query heads of width w.
@@ -367,7 +367,7 @@ class _Plain(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, spans: Spans, *flat: Tensor
     ) -> Tensor:
-        """Return the attention output [h, S, w] of the wanted rows, as `attend` describes it.
+        """Return the attention output [h, S, w] of the wanted rows (tokens that attend), as `attend` describes it.
 
         Args:
             ctx: Gets the tensors and spans for `backward`.
@@ -481,7 +481,10 @@ def _add_step_gradients(
 
 
 def _pairs(flat: Sequence[Tensor]) -> StepPairs:
-    """Return the pairs (keys, values) of draft steps from a flat list that has keys and values in turn."""
+    """Return the pairs (keys, values) of draft steps from a flat list that has keys and values in turn.
+
+    Autograd takes no list of pairs as an argument.
+    """
     return list(zip(flat[::2], flat[1::2], strict=True))
 
 

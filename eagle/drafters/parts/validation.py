@@ -136,7 +136,7 @@ def validate_batch(
 
 
 def figures(sums: dict[str, Tensor]) -> dict[str, float]:
-    """Turn sums of `validate_batch` into means per slot and figures of each tree.
+    """Turn sums of validation into means per slot (supervised token) and figures of each tree.
 
     "cross_entropy", "agreement" and "overlap" become means. For each tree, by its name, "TREE/1", "TREE/2" and so on
     are the rates at which a level is accepted if the level above was. "TREE/tau" is the acceptance length: tokens per
@@ -186,7 +186,7 @@ def _rank_in(logits: Tensor, wanted: Tensor) -> Tensor:
 def _compare(
     states: Tensor, target_hidden: Tensor, student: Logits, teacher: Logits
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Compare the student's probs q with the teacher's p at N slots.
+    """Compare the student's (head's) probs q with the teacher's (target's) p at N slots (tokens).
 
     Args:
         states: The inputs of the student's LM head [N, width].
@@ -200,7 +200,7 @@ def _compare(
     """
 
     def compare(states: Tensor, target_hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the likeliest tokens and their ranks [2, n], and the three terms [3, n], at n slots."""
+        """Return the teacher's likeliest tokens and their ranks [2, n], and three terms [3, n], at n of the slots."""
         logits = student(states)
         target_logits = teacher(target_hidden)
         chosen = target_logits.max(-1).indices
@@ -284,7 +284,8 @@ class _Descent:
     def counts(self) -> tuple[Tensor, Tensor]:
         """Return how many drafts reached each level, and how many were accepted there, float64 [levels] on the host.
 
-        A level counts as reached if the level above was accepted and its token is known.
+        A level counts as reached if the level above was accepted and its token is known. Their quotients are the
+        acceptance rates by level.
         """
         reached, accepted = torch.stack(self.level_counts).cpu().double().unbind(1)
         return reached, accepted

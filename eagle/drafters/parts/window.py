@@ -30,7 +30,8 @@ class Window:
     def hides(self, place: Any, row: Any, begin: Any, drafted: Any) -> Any:
         """Return whether a row (token) no longer sees an earlier row of its sequence: one neither recent nor a sink.
 
-        All arguments are numbers or tensors that broadcast.
+        All arguments are numbers or tensors that broadcast. The window bounds the cost of long sequences; sinks are a
+        sequence's first tokens, which stay visible.
 
         Args:
             place: The index of the earlier row.

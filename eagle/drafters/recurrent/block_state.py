@@ -32,7 +32,7 @@ class BlockState(HeadState):
     head: Any
 
     def __init__(self, head: Any) -> None:
-        """Begin without sequences; `head` is a `Falcon`."""
+        """Begin without sequences; `head` is a `Falcon`, which drafts blocks of k tokens."""
         super().__init__(head)
         self.size: int = head.size  # k
         # by row: the transformer block's inputs at the last slots, which the next forward reads again: up to k - 1 of
@@ -151,7 +151,7 @@ class _BlockLevels(Levels):
         hidden: Tensor,
         *inputs: Tensor,
     ) -> None:
-        """Begin the drafts of B rows, the sequences of the batch.
+        """Begin the drafts of B rows, the sequences of the batch, with the block of k slots (tokens) at their ends.
 
         Args:
             state: The drafting state of the head.

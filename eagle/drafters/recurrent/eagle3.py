@@ -58,7 +58,10 @@ class Eagle3(FusedHead):
         }
 
     def next_input(self, state: Tensor) -> Tensor:
-        """Return the state that the next level reads: the last block's output, normed if `norm_output` is set."""
+        """Return the state that the next level reads: the last block's output, normed if `norm_output` is set.
+
+        The norm is EAGLE-3.1's.
+        """
         return self.norm(state) if self.settings.norm_output else state
 
     def forward(self, batch: Batch, target_head: TargetHead) -> dict[str, Tensor]:

@@ -132,7 +132,10 @@ class Falcon(TrainableDrafter):
 
     @property
     def size(self) -> int:
-        """The number k of slots of a block: consecutive positions that one forward reads together."""
+        """The number k of slots of a block: consecutive positions that one forward reads together.
+
+        The paper calls it k.
+        """
         return int(self.settings.k)
 
     @property
@@ -288,7 +291,10 @@ class Falcon(TrainableDrafter):
         drop = self._dropout(batch)
 
         def read(tokens: Tensor, hidden: Tensor) -> Tensor:
-            """Return the head's states [R, hidden size] at the R slots of all blocks, from the inputs of all slots."""
+            """Return the head's states [R, hidden size] at the R slots of all blocks, from the inputs of all slots.
+
+            A slot reads a token of [N] and a state of [N, H].
+            """
             # read_text also returns keys and values, which training does not need
             entered = self.enter(target_head.embed(tokens).to(hidden.dtype), hidden, drop)
             return self.read_text(entered, tables, blocks)[0].flatten(0, 1)
@@ -479,7 +485,7 @@ class Falcon(TrainableDrafter):
 
         @torch.inference_mode()
         def run() -> Tensor:
-            """Run the forward, and return the logits [scored, V]."""
+            """Run one timed forward, and return the logits [scored, V] of its last slots."""
             return self.logits(read()[0, -scored:], self.target_head)
 
         return run
@@ -671,7 +677,7 @@ class SlotBlocks:
 
 
 def drafted_mask(batch: Batch, size: int) -> Tensor:
-    """Return the loss mask of all tokens, false at the first `size` + 1 of a sequence, which no whole block predicts.
+    """Return the loss mask of all tokens, false at a sequence's first `size` + 1, which no whole block predicts.
 
     `size` is the number of slots of a block. The first whole block ends at slot `size` - 1, and a draft from slot i
     predicts token i + 2 first.
@@ -680,5 +686,8 @@ def drafted_mask(batch: Batch, size: int) -> Tensor:
 
 
 def _generators(batch: Batch) -> list[torch.Generator]:
-    """Return a random generator for each sequence, from its seed, on the host."""
+    """Return a random generator for each sequence, from its seed, on the host.
+
+    They are on the host, so that a sequence draws the same numbers on every device and in every batch.
+    """
     return [torch.Generator().manual_seed(seed) for seed in batch.seeds]

@@ -212,6 +212,6 @@ class FusedHead(UnrolledDrafter):
     def logits(self, state: Tensor, target_head: TargetHead) -> Tensor:
         """Return the logits [.., D] of states [.., hidden size] by the head's own LM head.
 
-        They are over the D tokens that the head can draft. The target's LM head is not used.
+        They are over the D tokens that the head can draft. `target_head` is not used: heads of other methods need it.
         """
         return self.lm_head(self.norm(state))

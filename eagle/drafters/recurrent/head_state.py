@@ -114,7 +114,7 @@ class HeadState(SequenceState):
     def _grow_static(
         self, requests: Sequence[DraftRequest], hidden: Tensor, loop: StaticLoop
     ) -> DeviceTrees:
-        """Grow the trees of rows with one budget by a function of tensors, which a CUDA graph captures and replays.
+        """Grow the trees of sequences with one budget by a function of tensors, which a CUDA graph replays.
 
         Its shapes must not depend on the sequences' lengths. So the cache columns of the drafts begin after those that
         are reserved for committed tokens.
@@ -143,7 +143,7 @@ class HeadState(SequenceState):
             committed: Tensor,
             *level_noises: Tensor,
         ) -> Tensor:
-            """Return the trees' columns [rows, 1 or 3, nodes]: tokens, and for dynamic trees parents and likelihoods.
+            """Return the trees' nodes [rows, 1 or 3, nodes]: tokens, and for dynamic trees parents and likelihoods.
 
             The arguments are the states after the roots, what `_draft_inputs` returned, and the noise of each row.
             """
@@ -191,7 +191,7 @@ class HeadState(SequenceState):
         columns: int,
         depth: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the rotary tables and the mask of a draft's levels, which do not depend on the tree.
+        """Return the rotary tables and the attention mask of a draft's levels, which do not depend on the tree.
 
         Args:
             cache_rows: The index of each of B rows, the sequences of the batch, in the KV cache.
@@ -248,7 +248,7 @@ class Levels(FollowsRows):
         sine: Tensor,
         committed: Tensor,
     ) -> None:
-        """Begin the drafts of B rows, the sequences of the batch.
+        """Begin the drafts of B rows, the sequences of the batch: each call then reads one level of their trees.
 
         Args:
             state: The drafting state of the head.
@@ -256,7 +256,8 @@ class Levels(FollowsRows):
             hidden: The head's states [B, H] after the roots, H the hidden size; other shapes [B, ..] in subclasses.
             cosine: Rotary table of the levels, [B or 1, levels, w], w the width of a head.
             sine: Rotary table of the levels, [B or 1, levels, w].
-            committed: The additive mask of the columns before the draft, see `HeadState._draft_inputs`.
+            committed: The additive attention mask of the cached tokens (columns) before the draft, [B or 1, columns];
+                with a window [B or 1, levels, columns].
         """
         self.state = state
         self.cache_rows = cache_rows
@@ -277,7 +278,7 @@ class Levels(FollowsRows):
         parents: Tensor,
         tree_mask: Tensor,
     ) -> Tensor:
-        """Read the nodes of one level of these rows, and return the logits [B, K, D] of their children.
+        """Read the nodes of one level of these rows' trees, and return the logits [B, K, D] of their children.
 
         The nodes' keys and values are added to the cache, after those of the levels above. D is the draft vocabulary.
 

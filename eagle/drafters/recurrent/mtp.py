@@ -269,7 +269,10 @@ class Mtp(UnrolledDrafter):
         return self.layers[0].inputs(tokens + F.linear(self.hnorm(hidden), self._halves()[1]))
 
     def _halves(self) -> tuple[Tensor, Tensor]:
-        """Return the columns of `eh_proj` for tokens and those for states, [hidden size, hidden size] each."""
+        """Return the columns of `eh_proj` for tokens and those for states, [hidden size, hidden size] each.
+
+        `eh_proj` joins the embedding of a token (e) and a state (h).
+        """
         first, second = self.eh_proj.weight.chunk(2, dim=1)
         return (second, first) if self.settings.hidden_first else (first, second)
 
@@ -312,7 +315,7 @@ class Mtp(UnrolledDrafter):
 
 
 def _find_mtp_layer(weights: Weights, config: Any) -> LayerLayout | None:
-    """Return the layout of the MTP layer in the target's checkpoint, None if it has no MTP layer.
+    """Return the layout of the multi-token prediction (MTP) layer in the target's checkpoint, None without one.
 
     ValueError if it has several, because this head uses one layer for all levels.
     """

@@ -51,7 +51,7 @@ def capture_cuda(function: Function, inputs: Sequence[Tensor]) -> Function:
         output = function(*buffers)
 
     def replay(*inputs: Tensor) -> Tensor:
-        """Return the function's output for these inputs, in the same tensor at every call."""
+        """Return the captured function's output for these inputs, in the same tensor at every call."""
         for buffer, tensor in zip(buffers, inputs, strict=True):
             buffer.copy_(tensor)
         graph.replay()

@@ -139,11 +139,12 @@ class UnrolledDrafter(CompiledParts, ReducedVocab, TrainableDrafter):
         detach: bool = False,
         add_noise: Callable[[Tensor], Tensor] = lambda features: features,
     ) -> Unrolled:
-        """Run the head for several draft steps from every supervised slot, with the sequence's tokens as draft tokens.
+        """Run the head for several draft steps from every supervised slot, with the sequence's tokens as drafts.
 
-        Step 0 reads the target's features and attends to the sequence up to the slot. Step s reads the state of step
-        s - 1 and the sequence's next token at the next position. It attends to what step 0 attends to, and to the
-        earlier steps of the same slot. That is what happens in a draft.
+        Step 0 reads the target's features and attends to the sequence up to the slot. Step s reads the state of step s
+        - 1 and the sequence's next token at the next position. It attends to what step 0 attends to, and to the earlier
+        steps of the same slot. That is what happens in a draft. A slot is a token of a sequence; it is supervised if
+        the token that it predicts is.
 
         Args:
             batch: The sequences, with the target's features.
@@ -206,7 +207,7 @@ class UnrolledDrafter(CompiledParts, ReducedVocab, TrainableDrafter):
     ) -> Tensor:
         """Return the states [S, H] of one draft step after step 0, and append its keys and values to `step_pairs`.
 
-        S are the supervised slots, at each of which a draft begins; H is the hidden size.
+        S are the supervised slots (tokens), at each of which a draft begins; H is the hidden size.
 
         Args:
             inputs: Those of the first block at the supervised slots.
@@ -337,7 +338,7 @@ class UnrolledDrafter(CompiledParts, ReducedVocab, TrainableDrafter):
 
         @torch.inference_mode()
         def run() -> Tensor:
-            """Run the forward, and return the logits of its last `scored` tokens."""
+            """Run one timed forward, and return the logits of its last `scored` tokens."""
             return self.logits(read()[0, -scored:], target_head)
 
         return run

@@ -54,7 +54,10 @@ def _is_count(value: Any, minimum: int = 0) -> bool:
 
 
 def _is_rotary(value: Any) -> bool:
-    """Return whether a value may be one of the rotary parameters: a word, a boolean, a number or a list of numbers."""
+    """Return whether a value may be one of the rotary parameters: a word, a boolean, a number or a list of numbers.
+
+    The config is of unknown origin, so that a value may be anything.
+    """
     is_bounded = type(value) in (int, float) and abs(value) < 1e30
     return isinstance(value, str | bool) or is_bounded or _list_of(is_number)(value)
 
@@ -126,7 +129,10 @@ class Keys:
 
 
 def short(value: Any) -> str:
-    """Return a value of unknown origin as text for a message, shortened."""
+    """Return a value of unknown origin as text for a message, shortened.
+
+    It is printed on a terminal.
+    """
     # Python refuses to print integers of thousands of digits
     if isinstance(value, int) and abs(value) > 10**30:
         return "an absurd number"
@@ -190,7 +196,10 @@ def read_rope(keys: Keys, notes: list[str]) -> dict[str, Any]:
 
 
 def _read_rope_section(section: Keys) -> dict[str, Any]:
-    """Return the values of `rope_parameters` or `rope_scaling`; none if one is of a wrong type, which is reported."""
+    """Return the values of `rope_parameters` or `rope_scaling`; none if one is of a wrong type, which is reported.
+
+    Rotary parameters are the base frequency and how it is scaled.
+    """
     values = {name: value for name, value in section.values.items() if value is not None}
     # older configs say `type` for `rope_type`
     kind = values.pop("type", None)

@@ -45,7 +45,10 @@ class Inspection:
         return any(finding.fatal for finding in self.findings)
 
     def __str__(self) -> str:
-        """Return the text that `eagle inspect` prints."""
+        """Return the text that `eagle inspect` prints.
+
+        A line for each fact, note and fault.
+        """
         # the facts' names are padded to the longest
         width = max(map(len, self.facts), default=0)
         lines = [f"{self.folder}: {self.kind}"]
@@ -139,7 +142,10 @@ def read_head(
 
 
 def _read_target(target: str | None) -> TargetFiles | None:
-    """Return what the files of a target tell, a folder or a hub id; None if no target is given."""
+    """Return what the files of a target tell, a folder or a hub id; None if no target is given.
+
+    A checkpoint is compared with it.
+    """
     return None if target is None else TargetFiles.read(target)
 
 

@@ -66,7 +66,10 @@ class Finding:
         return text
 
     def __str__(self) -> str:
-        """Return the line that `eagle inspect` prints."""
+        """Return the line that `eagle inspect` prints.
+
+        A fatal finding costs acceptance or prevents loading.
+        """
         severity = "FATAL" if self.fatal else "note "
         return f"{severity} {self.sentence}"
 
@@ -106,7 +109,7 @@ class HeadFolder:
 
     @property
     def sections(self) -> tuple[Keys, Keys, Keys]:
-        """The whole config, the section of its Llama block and the nested one; some of them may be one and the same."""
+        """The config's sections: the whole, that of its Llama block and the nested one; some may be the same."""
         return self.keys, self.block, self.nested
 
     @property
@@ -147,7 +150,10 @@ class HeadFolder:
         return ", ".join(shown)
 
     def has_block(self, prefix: str) -> bool:
-        """Return whether some tensor's name in the file begins with this prefix."""
+        """Return whether some tensor's name in the file begins with this prefix.
+
+        It tells which decoder block a head has.
+        """
         return any(name.startswith(prefix) for name in self.names.values())
 
     def entry(self, name: str) -> TensorEntry | None:
@@ -155,7 +161,10 @@ class HeadFolder:
         return self.tensors.stored.get(self.names.get(name, ""))
 
     def side(self, name: str, dim: int) -> int | None:
-        """Return the size of one dimension of a matrix by this project's name; None if it is no matrix, or absent."""
+        """Return the size of one dimension of a matrix by this project's name; None if it is no matrix, or absent.
+
+        Tensors tell the sizes of a head that its config leaves out.
+        """
         entry = self.entry(name)
         if entry is None or len(entry.shape) != 2:
             return None
@@ -176,7 +185,10 @@ class HeadFolder:
         self.problems.append(Finding(what, (), fatal, fix))
 
     def note_once(self, note: str) -> None:
-        """Add a note for the user to `notes`, once even if several tensors give reason to it."""
+        """Add a note for the user to `notes`, once even if several tensors give reason to it.
+
+        Notes say what an import assumed or left out.
+        """
         if note not in self.notes:
             self.notes.append(note)
 
@@ -216,7 +228,10 @@ def describe_tensor(name: str) -> str:
 
 
 def usual_name(name: str) -> str:
-    """Return a tensor's name as most trainers have it: without `model.`, and EAGLE-3's block as `layers.0`."""
+    """Return a tensor's name as most trainers have it: without `model.`, and EAGLE-3's block as `layers.0`.
+
+    Trainers name the same tensors in different ways.
+    """
     return re.sub(r"^midlayer\.", "layers.0.", name.removeprefix("model."))
 
 
@@ -344,7 +359,7 @@ def _compare_rows(head: HeadFolder, stored: str, differing: int, may_differ: boo
 def count_indices(head: HeadFolder, pattern: str) -> int:
     """Return how many different numbers the pattern's group matches in our names of tensors: how many layers there are.
 
-    For example, `layers\\.(\\d+)\\.` counts layers.
+    For example, `layers\\.(\\d+)\\.` counts layers. `head` is the checkpoint while it is read.
     """
     matches = (re.match(pattern, name) for name in head.names)
     return len({match[1] for match in matches if match})
@@ -458,7 +473,7 @@ def read_sizes(head: HeadFolder) -> None:
 
 
 def _read_size(head: HeadFolder, name: str, tensor: str) -> int:
-    """Return a size by the config, else the number of rows of a tensor; 1 and a problem if neither tells.
+    """Return a size of the head by the config, else by the rows of a tensor; 1 and a problem if neither tells.
 
     Args:
         head: The checkpoint.

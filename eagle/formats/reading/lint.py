@@ -60,7 +60,8 @@ def check_rotary(head: HeadFolder, network: Network) -> Iterator[FoundFault]:
 def check_config(head: HeadFolder, network: Network) -> Iterator[FoundFault]:
     """Yield a fault if the config states another dtype than the tensors have, and one for keys that nothing here knows.
 
-    `network` is not read: all checks have the same arguments.
+    `network` is not read: all checks have the same arguments. `head` is the checkpoint while it is read; `eagle
+    inspect` prints the faults.
     """
     block = head.block.values
     config = head.config
@@ -92,7 +93,8 @@ def _list_dtypes(entries: list[TensorEntry]) -> list[str]:
 def check_numbers(head: HeadFolder, network: Network) -> Iterator[FoundFault]:
     """Yield a fault for each tensor that is all zeros or not finite.
 
-    `network` is not read: all checks have the same arguments.
+    `network` is not read: all checks have the same arguments. `head` is the checkpoint while it is read; `eagle
+    inspect` prints the faults.
     """
     # our names by those in the file
     ours = {stored: name for name, stored in head.names.items()}
@@ -163,7 +165,7 @@ def check_masked(head: HeadFolder, network: Network) -> Iterator[FoundFault]:
     """Yield faults of the taps, the layers that the head reads, and of its mask token.
 
     A head that drafts several tokens in one forward reads the mask token where a token is not known yet. `network` is
-    not read: all checks have the same arguments.
+    not read: all checks have the same arguments. `head` is the checkpoint while it is read.
     """
     taps = head.settings.get("taps")
     token = head.settings.get("mask_token")

@@ -73,7 +73,8 @@ def read_folder(path: Path) -> tuple[HeadFolder, Network | None]:
 def _recognise_own(head: HeadFolder) -> Network | None:
     """Return the network of a head of this project, by the method in its settings.
 
-    None, and a problem of the head, for a method of this project whose network no other tool has.
+    None, and a problem of the head, for a method of this project whose network no other tool has. `head` is the
+    checkpoint while it is read.
     """
     head.layout = OWN
     method = head.config["settings"].get("kind")
@@ -88,7 +89,8 @@ def _recognise_own(head: HeadFolder) -> Network | None:
 def _recognise_foreign(head: HeadFolder) -> Network | None:
     """Return the network of another tool's checkpoint, by its tensors and its config; `head.kind` is set.
 
-    None, and a problem of the head, if it is of no known network.
+    None, and a problem of the head, if it is of no known network. `head` is the checkpoint while it is read. A network
+    is a table of tensor names that several methods may share.
     """
     head.kind, advice = kind_by_tensors(head.names, head.config)
     # EAGLE-1 and EAGLE-3 share the names of most tensors
@@ -201,7 +203,10 @@ def _is_eagle(names: list[str], words: list[str], config: dict[str, Any]) -> boo
 
 
 def _is_whole_model(names: set[str]) -> bool:
-    """Return whether tensors of these names are a whole model of one layer: no head has all of them."""
+    """Return whether tensors of these names are a whole model of one layer: no head has all of them.
+
+    A language model of one layer has tensors of the same names as a draft head, and more.
+    """
     has_output = bool(names & {"norm.weight", "lm_head.weight"})
     return has_output and {"layers.0.input_layernorm.weight", "embed_tokens.weight"} <= names
 
@@ -245,7 +250,10 @@ def _is_fused(head: HeadFolder) -> bool:
 
 
 def _describe(head: HeadFolder) -> str:
-    """Return, as text, the keys and tensors by which a user may identify a checkpoint that is not known here."""
+    """Return, as text, the keys and tensors by which a user may identify a checkpoint that is not known here.
+
+    `head` is the checkpoint while it is read.
+    """
     keys = (
         "architectures",
         "speculators_model_type",

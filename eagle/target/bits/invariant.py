@@ -180,6 +180,8 @@ class _AttentionCall(NamedTuple):
     def _score(self, rows: Tensor, keys: Tensor) -> Tensor:
         """Return scores [B * K, R, T] in fp64: scaled products of queries and keys, with the softcap if there is one.
 
+        fp64 makes the order of the sums irrelevant.
+
         Args:
             rows: [B * K, R, D], R queries for each of K key/value heads of B sequences.
             keys: [B * K, T, D], of T tokens.
@@ -201,7 +203,9 @@ class _AttentionCall(NamedTuple):
 def _block_chunks(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor
 ) -> list[QueryChunk] | None:
-    """Return a layer's queries in chunks that read blocks of keys; None if the layer cannot read any.
+    """Return a layer's queries in chunks that read earlier keys in blocks; None if the layer cannot read any.
+
+    A fused kernel reads a block of fixed size with the same bits, whatever is read together.
 
     Args:
         query: [B, H, N, D], of N new tokens of B sequences, for H heads of width D.
@@ -330,12 +334,15 @@ class SumsInFp64(TorchFunctionMode):
 
 
 def _is_narrow(value: Any) -> bool:
-    """Return whether a value is a floating-point tensor of less than fp64."""
+    """Return whether a value is a floating-point tensor of less than fp64, such as bf16, fp16 or fp32."""
     return isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
 
 
 def _widen(tensor: Tensor) -> Tensor:
-    """Return a floating-point tensor in fp64; others, as masks and indices, unchanged."""
+    """Return a floating-point tensor in fp64; others, as masks and indices, unchanged.
+
+    It makes the arguments of a function that is to be computed in fp64.
+    """
     return tensor.double() if _is_narrow(tensor) else tensor
 
 
@@ -448,7 +455,7 @@ def fix_rows(model: nn.Module) -> None:
 
 
 def limit_rows(linear: Any, read: Callable[[Tensor], Tensor]) -> int | None:
-    """Return how many rows a linear layer or an LM head may read at once without other bits; None for any number.
+    """Return how many rows (tokens) a linear layer may read at once without other bits; None for any number.
 
     Args:
         linear: the layer, with a weight [V, D] for rows of width D.

@@ -20,7 +20,7 @@ PATH = [0, 1, 4, 8, 14]  # of nodes, from its root to a leaf
 
 @torch.inference_mode()
 def find_variance(target: Any, length: int = PROMPT) -> str | None:
-    """Return in words what changes the bits of a token after a prompt of `length` tokens; None if nothing does.
+    """Return in words what changes the bits of a token's logits after a prompt of `length` tokens; None for nothing.
 
     The reference is a prompt that is read whole, followed by steps by one token. The same states and logits must come
     from the prompt in chunks, from a tree, and from a batch.

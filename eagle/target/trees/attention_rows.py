@@ -33,7 +33,7 @@ class AttentionRows(Mixer):
         layer: int,
         new_layer: Callable[[], Any],
     ) -> None:
-        """Wrap an attention module.
+        """Wrap an attention module that no mask can steer, so that it reads the paths of a tree as rows of a batch.
 
         Args:
             name: its name in the model.
@@ -60,7 +60,7 @@ class AttentionRows(Mixer):
         Args:
             inputs: the arguments of its forward by name, at all R nodes of B sequences [B, R, ..].
             state: the cache layers that the paths go on from, joined as rows of a batch; written to. {} for none.
-            paths: the paths, padded to the D nodes of the longest.
+            paths: the paths from the root to a leaf, padded to the D nodes of the longest.
             projections: where linear layers find or leave their outputs by node; None: they compute every row.
 
         Returns:

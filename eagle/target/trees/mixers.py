@@ -65,7 +65,10 @@ def row_of(value: Any, row: int) -> Any:
 
 
 def count_bytes(value: Any) -> int:
-    """Return the bytes of all tensors that a value holds: a tensor, a cache, or a container of such."""
+    """Return the bytes of all tensors that a value holds: a tensor, a cache, or a container of such.
+
+    The recurrent states of a sequence are such values, and count toward the cache's limit.
+    """
     if isinstance(value, Tensor):
         return value.nbytes
     if isinstance(value, dict):
@@ -76,7 +79,10 @@ def count_bytes(value: Any) -> int:
 
 
 def is_cache(value: Any) -> bool:
-    """Return whether a value is a cache of transformers or a component of one, whose tensors lie in its attributes."""
+    """Return whether a value is a cache of transformers or a component of one, whose tensors lie in its attributes.
+
+    Then the tensors of a state are found in its attributes.
+    """
     return isinstance(value, Cache) or type(value).__module__.startswith("transformers.")
 
 
@@ -151,7 +157,7 @@ class Mixer:
         state_ids: set[int],
         attributes: list[tuple[nn.Module, str]],
     ) -> None:
-        """Wrap a module.
+        """Wrap a module that keeps a recurrent state, as Mamba's does, to run it over the paths of a tree.
 
         Args:
             name: its name in the model.
@@ -227,7 +233,10 @@ class Mixer:
 
     @contextmanager
     def _projecting(self, projections: Projections | None, paths: Paths) -> Iterator[None]:
-        """A context in which this mixer's linear layers compute once per node, unless `projections` is None."""
+        """A context in which this module's linear layers compute once per node of a tree, unless `projections` is None.
+
+        A node lies on several paths, which are the rows of the run.
+        """
         if projections is not None:
             projections.calls = 0  # a new run calls the first linear layer first
             self.running = (projections, paths)
@@ -237,7 +246,7 @@ class Mixer:
             self.running = None
 
     def kind_of(self, state: State) -> Any:
-        """Return a value that is equal for states that can be joined as rows of one; here whether there is a state."""
+        """Return a value that is equal for states that can be joined as rows; here whether there is a state."""
         return bool(state)
 
     def _set_attributes(self, values: Sequence[Any]) -> None:
@@ -477,10 +486,10 @@ class Mixers:
         return (len(plan.levels) - 1) * self.weight_bytes <= more_steps * step_bytes
 
     def _report(self, mixer: Mixer, *args: Any, **kwargs: Any) -> Any:
-        """Stand in for a mixer's forward: pass the call to the current `Reading` (a forward over trees), or run the
-        module.
+        """Stand in for a mixer's forward: pass the call to the current `Reading`, or without one run the module.
 
-        `args` and `kwargs` are those of the module's forward, whose output is returned.
+        `args` and `kwargs` are those of the module's forward, whose output is returned. A `Reading` is a forward over
+        draft trees. A mixer is a module that a mask cannot steer.
         """
         if self.reading is None:
             return mixer.original_forward(*args, **kwargs)
@@ -523,7 +532,9 @@ class Writes:
     """The states that one module writes in a forward: to a layer of the cache, and to attributes."""
 
     def __init__(self, layer: int | None = None) -> None:
-        """Note no states yet; `layer` is the index of the cache's layer that the module writes to, None for none."""
+        """Begin without states that a module was seen to write; `layer` is the index of the cache's layer that the
+        module writes to, None for none.
+        """
         self.layer = layer
         self.state_ids: set[int] = set()  # the numbers of its states in that layer
         # modules and the names of their attributes
@@ -531,7 +542,7 @@ class Writes:
 
 
 def find_mixers(model: nn.Module, cache: Any, read: Callable[[Any], Any]) -> list[Mixer]:
-    """Return the model's mixers: the outermost modules that write a state while it runs on two sequences.
+    """Return the model's mixers: the outermost modules that write a recurrent state while it runs on two sequences.
 
     Args:
         model: the model.

@@ -36,7 +36,7 @@ class TokenPositions:
         committed: Tensor | None,
         masks: Masks,
     ) -> None:
-        """Take a forward's positions.
+        """Take the positions of a forward's tokens, for a model that would compute them by the length of its cache.
 
         Args:
             starts: the number of committed columns of each sequence.
@@ -185,7 +185,7 @@ def table_builders(base: Any) -> list[str]:
 
 
 def place_tables(reader: Any) -> None:
-    """Let a reader's model make its ALiBi tables by each column's position instead of its index.
+    """Let a reader's model make its ALiBi biases by each token's position, not by its column (index) in the cache.
 
     Siblings of a tree share a position, so that their columns must have the same bias.
     """

@@ -64,7 +64,10 @@ class TreeReadMode:
 
     @property
     def keeps_bits(self) -> bool:
-        """Whether a token's bits should not depend on what is read with it."""
+        """Whether a token's bits should not depend on what is read with it.
+
+        Only rounding depends on it: a kernel may sum in another order.
+        """
         return self.invariant or self.sums
 
     def describe(self, *, has_mixers: bool = False) -> str:
@@ -231,7 +234,7 @@ def _restore_mode(reader: Any, mode: TreeReadMode, probe: Probe) -> None:
 
 
 def _reads_right(reader: Any, probe: Probe) -> bool:
-    """Return whether a reader reads the small tree right in its mode, by levels and by paths if both may be used.
+    """Return whether a reader reads a small tree right in its mode, by levels and by paths if both may be used.
 
     The probe is the trial on that tree.
     """
@@ -251,6 +254,8 @@ class Probe:
 
     def __init__(self, reader: Any) -> None:
         """Choose the tokens of the prompt and of the tree with which a reader's modes are tried on its model.
+
+        A mode is a way to read draft trees with the model.
 
         Args:
             reader: the reader, whose mode the caller sets before each trial.
@@ -498,7 +503,8 @@ class Probe:
         """Return [COPIES, D], the states of copies of one token that share a parent and a position.
 
         They are equal unless the model attends by the order of columns. The prompt's cached values are overwritten by
-        large numbers, as one column more or less would else be lost in rounding.
+        large numbers, as one column more or less would else be lost in rounding. A tree's siblings lie in other columns
+        (places in the cache) than their positions say.
         """
         layers: Any = cache.layers
         for layer in layers:

@@ -33,7 +33,7 @@ class Reading:
         levels: bool,
         commits: bool = False,
     ) -> None:
-        """Prepare a forward.
+        """Prepare a forward in which modules with a recurrent state (mixers) read trees.
 
         Args:
             plan: the trees of its sequences, by the parent of each node.
@@ -334,7 +334,8 @@ class Reading:
 def _map_rows(change: Callable[[Tensor], Tensor], output: Any, paths: Paths) -> Any:
     """Apply `change` to the tensors [P, D, ..] of a mixer's output, a tensor or a tuple; leave the rest unchanged.
 
-    `paths` are the P paths of D nodes that were the rows of the run.
+    `paths` are the P paths of D nodes that were the rows of the run. A mixer is a module with a recurrent state, which
+    has run over paths of a tree.
     """
     if isinstance(output, tuple):
         return tuple(_map_rows(change, item, paths) for item in output)

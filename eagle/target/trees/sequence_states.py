@@ -49,7 +49,7 @@ class SequenceStates:
         mixers: Mixers,
         commits: bool,
     ) -> Reading:
-        """Return a `Reading`, by which the mixers read uncommitted nodes from the states of their sequences.
+        """Return a `Reading`, a forward in which mixers read uncommitted nodes from the states of their sequences.
 
         Args:
             cache_rows: the cache rows, one for each sequence of the forward.
@@ -125,7 +125,7 @@ class SequenceStates:
         return reading.narrow(paths, states)
 
     def close(self, cache_rows: Sequence[int], lengths: Sequence[int], reading: Reading) -> None:
-        """Store a forward that has ended, so that `keep` can commit a path of its nodes.
+        """Store a forward over trees that has ended, so that `keep` can commit a path of its nodes.
 
         If the forward commits its tokens, the states after them are those of the sequences from now on.
 
@@ -235,7 +235,10 @@ class SequenceStates:
         self.entries[first], self.entries[second] = self.entries[second], self.entries[first]
 
     def copy(self, source: int, target: int) -> None:
-        """Copy the states of a cache row's committed sequence to another cache row, without its uncommitted nodes."""
+        """Copy the recurrent states of a cache row (sequence) to another one, without its uncommitted nodes.
+
+        Beam search does so for a new beam.
+        """
         entry = self.entries[source]
         self.entries[target] = RowStates(dict(entry.by_length), set(entry.snapshots))
 

@@ -46,7 +46,7 @@ class Paths:
         """
 
         def find() -> list[int]:
-            """List the nodes of all paths, each padded with its last node."""
+            """List the nodes of all paths by flat index, each path padded with its last node."""
             indices = []
             for seq, nodes in self.paths:
                 padding = nodes[-1:] * (self.longest - len(nodes))
@@ -74,7 +74,7 @@ class Paths:
         return self._upload("steps", find, device)
 
     def _upload(self, name: str, find: Callable[[], list[int]], device: torch.device) -> Tensor:
-        """Return the indices that `find` computes on a device; they are computed and copied there once.
+        """Return the indices that `find` computes, on a device; they are computed and copied there only once.
 
         `name` tells indices of different kinds apart.
         """
@@ -156,7 +156,7 @@ class Plan:
     """The trees of one forward, given by the parent of each node; the last N nodes are new."""
 
     def __init__(self, parents: list[list[int]], width: int, new: int) -> None:
-        """Take the trees.
+        """Take the trees of one forward, by the parent of each node.
 
         Args:
             parents: by sequence the parent of each uncommitted node, -1 where the committed sequence precedes it.
@@ -213,7 +213,7 @@ class Plan:
 
     @cached_property
     def level_rows(self) -> tuple[list[Paths], Paths]:
-        """The new nodes as rows of one node each: by level, and all levels together in the order of the levels.
+        """The new nodes as rows of one node each: by level (depth), and all levels together in the order of the levels.
 
         Nodes are counted from the first new one, as a mixer that reads by levels gets inputs at the new nodes alone.
         """

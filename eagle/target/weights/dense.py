@@ -52,7 +52,10 @@ class QuantisedHead(nn.Linear):
         return super()._apply(fn, recurse)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for a copy or a pickle, without the model's own head."""
+        """Return the state for a copy or a pickle, without the model's own LM head.
+
+        A copy uses its plain matrix alone.
+        """
         return {**vars(self), "model_head": ()}
 
 

@@ -125,20 +125,20 @@ def _is_one_row(x: Tensor) -> bool:
 
 
 def can_multiply(x: Tensor, weight: Tensor) -> bool:
-    """Return whether `multiply` takes this input: without gradients or autocast, and in the weight's dtype."""
+    """Return whether oneDNN's product takes this input: without gradients or autocast, and in the weight's dtype."""
     is_learning = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     return x.dtype == weight.dtype and not is_learning and not torch.is_autocast_enabled("cpu")
 
 
 def to_plain(weight: Tensor) -> Tensor:
-    """Return the weight, or a copy in torch's own layout if it is packed in oneDNN's."""
+    """Return a weight itself, or a copy in torch's own layout if it is in oneDNN's ("packed")."""
     return weight.to_dense() if weight.is_mkldnn else weight
 
 
 def can_pack(module: nn.Module, smallest: int = SMALLEST) -> bool:
-    """Return whether a module is a linear layer whose weight can be packed: a plain one on the CPU, of a known dtype.
+    """Return whether a module is a linear layer whose weight can be packed, that is stored in oneDNN's layout.
 
-    `smallest` is the least number of weights.
+    It must be a plain one on the CPU, in fp32 or bf16, with at least `smallest` weights.
     """
     # a forward in the instance was put there by accelerate or a user, and would be lost
     if type(module) not in (nn.Linear, PackedHead) or "forward" in vars(module):
@@ -202,7 +202,7 @@ def pack_model(model: Any, smallest: int = SMALLEST) -> int:
 
 
 def pack_head(head: Any, smallest: int = SMALLEST) -> Any:
-    """Turn an LM head into a `PackedHead` in place, if its weight can be packed; return it in any case."""
+    """Give an LM head a second copy of its weight in oneDNN's layout, in place, if it can have one; return it."""
     if can_pack(head, smallest) and has_kernels(head.weight.dtype):
         head.__class__ = PackedHead
         head.packed = {}  # filled by its first forward
@@ -210,7 +210,7 @@ def pack_head(head: Any, smallest: int = SMALLEST) -> Any:
 
 
 def narrow_packed(target_head: TargetHead, tokens: Tensor) -> TargetHead:
-    """Return a target's head with only the rows of these tokens, which are packed if its LM head is packed.
+    """Return a target's head with only the rows of these tokens, packed (in oneDNN's layout) if its LM head is.
 
     A draft head with a smaller vocabulary reads it.
     """
