@@ -325,8 +325,9 @@ def lay_out(
 def place_trees(trees: Sequence[DraftTree], device: torch.device) -> tuple[Tensor, NodeShape]:
     """Return the trees' tokens and shape as tensors on a device; trees on the host are uploaded.
 
-    Tokens are [B, N], of B trees padded to the N nodes of the largest. A node of padding has the token `LEFT_OUT`,
-    attends only to itself, and has the root's depth. The target reads them and `walk_trees` verifies them there.
+    Tokens are [B, N], of B trees padded to the N nodes of the largest. A node of padding, which only fills the size,
+    has the token `LEFT_OUT`, attends only to itself, and has the root's depth. The target reads them and `walk_trees`
+    verifies them there.
     """
     # trees of one `DeviceTrees` share its tensors, and are picked from them together; a host tree is its own group
     groups = {id(tree.device_trees) if lies_on_device(tree) else id(tree) for tree in trees}
@@ -410,7 +411,8 @@ def walk_trees(tokens: Tensor, shape: NodeShape, choices: Tensor, width: int) ->
     A node is accepted if its token, and that of each of its ancestors, is the target's choice after the parent.
 
     Args:
-        tokens: [B, N], the token of each of N nodes of B trees; `LEFT_OUT`, which no choice equals, for padding.
+        tokens: [B, N], the token of each of N nodes of B trees; nodes that only fill the fixed size have `LEFT_OUT`,
+            which no choice equals.
         shape: Parents and ancestors of the nodes.
         choices: [B, N], the token that the target chose after each node.
         width: The most nodes of a path, the root included: the number of columns of the result's paths.

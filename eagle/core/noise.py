@@ -159,9 +159,9 @@ def gumbel_rows(keys: Sequence[int], vocab_size: int, device: torch.device) -> T
 
 
 def _gumbel_at_once(keys: Sequence[int], vocab_size: int, device: torch.device) -> Tensor:
-    """Return the noise [P, V] of P keys over V tokens, by a number of kernels that does not depend on P.
+    """Return the noise [P, V] of P keys over V tokens on a GPU, by a number of kernels that does not depend on P.
 
-    The arguments are those of `gumbel_rows`.
+    A key is the 64-bit number of a position. The noise is made on `device`.
     """
     # a key has 64 bits, and is mixed in as two words of 32
     halves = torch.tensor([[_to_int32(key), _to_int32(key >> 32)] for key in keys])

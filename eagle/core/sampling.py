@@ -307,7 +307,7 @@ def _take_lowest(logits: Tensor, values: Tensor, tokens: Tensor) -> Tensor:
 
     Args:
         logits: [K, V], of V tokens.
-        values: [K, C], the C highest logits, highest first, as `topk` returns them.
+        values: [K, C], the C highest logits, highest first, as torch's `topk` returns them.
         tokens: [K, C], the tokens of these logits, with any of the equal ones.
     """
     vocab_size = logits.shape[-1]

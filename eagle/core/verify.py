@@ -497,8 +497,9 @@ def sample_block(
 
         r = max(0, w(u) p - q),  p <- r / |r|,  q <- q without the removed token,  w(u) <- |r| / (|r| + 1 - w(u))
 
-    A node without children left is a leaf itself. The root always is kept. The arguments and the result are those of
-    `sample_tree`, without lenience.
+    A node without children left is a leaf itself. The root always is kept. `target_probs` is node -> p, [V], `coin` a
+    probability -> True with that probability, and `pick` probabilities [V] -> a sampled token. The result is the
+    accepted nodes, the root first, and the token after them.
     """
     children = tree.children()
     law = target_probs(0)

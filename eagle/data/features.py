@@ -239,7 +239,7 @@ class LiveFeatures:
         Args:
             target: The model whose states are computed.
             examples: The conversations, without features.
-            identity: What decides the features, among it their taps and dtype.
+            identity: What decides the features, among it their taps (target layers) and dtype.
             batch_tokens: The most tokens of one forward, padding included; None for a default of the device.
         """
         self.target = target
@@ -273,7 +273,7 @@ class LiveFeatures:
         return example.tokens, example.loss_mask
 
     def read(self, indices: Sequence[int]) -> list[Example]:
-        """Return the examples at these indices, with features [T, L, D]: the target's states of T tokens at L taps.
+        """Return the examples at these indices, with features [T, L, D]: the target's states of T tokens at L layers.
 
         They are packed and unpacked as in a store, so that they have its rounding, and are NaN where it keeps none.
         """

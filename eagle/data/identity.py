@@ -229,7 +229,7 @@ def _matching(path: str, revision: str | None, patterns: tuple[str, ...]) -> lis
     """Return the files of a model that match one of the patterns, in order, each once.
 
     Args:
-        path: A folder, a hub id or a GGUF file, as in `folder_of`.
+        path: A folder, a hub id or a GGUF file, of the model.
         revision: A branch, tag or commit of the hub id; None for its newest.
         patterns: Glob patterns of the model's folder.
     """

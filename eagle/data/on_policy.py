@@ -399,7 +399,7 @@ class RecorderState:
         """Record how far the target accepted the last trees, and return the wrapped drafter's next ones.
 
         Args:
-            updates: By row, what the target has committed since the last call, with its states at all taps.
+            updates: By row, what the target has committed since the last call, with its states at all tapped layers.
             budgets: By row, the limits on its tree.
         """
         drafter_taps = self.recorder.drafter.taps
@@ -452,7 +452,7 @@ def _draw_number(key: Key) -> int:
 
 
 def _pad_states(states: Tensor, depth: int) -> Tensor:
-    """Return the states [K, L, D] of K draft tokens at L taps, padded to [depth, L, D] by repeating the last one.
+    """Return the states [K, L, D] of K draft tokens at L layers, padded to [depth, L, D] by repeating the last one.
 
     Drafts of different lengths are stacked in one tensor.
     """

@@ -103,7 +103,7 @@ class StoredPlan(Sequence[list[list[int]]]):
     """A `ShardPlan` in three tensors of a store, which take a few bytes an example; an index makes a shard's lists."""
 
     def __init__(self, order: Tensor, batch_sizes: Tensor, shard_batches: Tensor) -> None:
-        """Take the tensors of a stored plan.
+        """Take the tensors of a stored plan: which examples are in which batch of which shard (file).
 
         Args:
             order: The indices of the examples, shard by shard and batch by batch.
@@ -192,7 +192,7 @@ class RowPlaces:
         """Find where the rows of each sequence begin in their shard (file); a row is the states at one token.
 
         Args:
-            plan: The plan of the store.
+            plan: The plan of the store's shards and batches.
             counts: [N], how many rows each sequence has.
             shared: [N], how many of them, from its beginning, are those of the sequence before it.
         """

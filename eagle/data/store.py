@@ -290,7 +290,7 @@ class FeatureStore:
         self.serve_all_but({shard: fault for shard, fault in self.faults() if fault})
 
     def describe_absent(self) -> str:
-        """Return the absent shards and their faults in one sentence."""
+        """Return the absent shards (files of the store) and their faults in one sentence."""
         faults = [f"{self.path(shard).name} ({fault})" for shard, fault in self.absent.items()]
         # a store may have thousands of shards
         listed = ", ".join(faults[:5])
@@ -299,7 +299,9 @@ class FeatureStore:
         return f"{len(faults)} of {len(self.plan)} shards in {self.folder} are not whole: {listed}"
 
     def serve_all_but(self, absent: dict[int, str]) -> None:
-        """Serve the examples of all shards but some, in the data's order; the store's indices count these alone.
+        """Serve the examples of all shards (files) but some, in the data's order.
+
+        The store's indices count these examples alone.
 
         Args:
             absent: By shard that is left out, its fault.
@@ -416,7 +418,7 @@ class FeatureStore:
 
 
 def _suffices(name: str, stored: Any, needed: Any) -> bool:
-    """Return whether a run can do with a difference: the store has more taps than needed, or has them at more slots.
+    """Return whether a run can do with a difference: a store has more taps (layers), or has them at more tokens.
 
     The difference is between the identity of a store and that which a run needs.
 

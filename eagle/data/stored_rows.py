@@ -45,7 +45,7 @@ class TapRoles:
 
     @classmethod
     def join(cls, roles: Iterable[TapRoles]) -> TapRoles:
-        """Return the taps that several heads need, so that one store serves all of them.
+        """Return the taps (target layers) that several heads need, so that one store of features serves all of them.
 
         `roles` are those of each head.
         """

@@ -406,7 +406,7 @@ def time_cycles(
         budget: The deepest draft.
         sampling: Of all rows; by default greedy.
         max_new_tokens: The most tokens of each row.
-        stop: As in `generate`; by default nothing ends an answer early.
+        stop: Stop tokens and strings, as in `generate`; by default nothing ends an answer early.
         clock: By default that of `clock_of`.
         room: Further options of `Decoding`, such as `max_tokens_in_cache`.
     """

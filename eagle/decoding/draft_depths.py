@@ -40,7 +40,7 @@ class Average:
         self.is_guess = True
 
     def add(self, outcome: bool | None, memory: float) -> None:
-        """Add one cycle to a running average of how often an event happens.
+        """Add one decoding cycle to a running average of how often an event happens, such as a level's acceptance.
 
         Args:
             outcome: Whether the event happened in this cycle; None if the cycle does not tell.
@@ -55,7 +55,7 @@ class Average:
             self.value += (outcome - self.value) / self.weight
 
     def shrink_toward(self, prior: float) -> float:
-        """Return this average, of one row, shrunk toward `prior`, the average of all rows.
+        """Return this average, of one row (sequence), shrunk toward `prior`, the average of all rows.
 
         The fewer cycles the row has, the closer the result is to `prior`, which weighs as much as PRIOR cycles.
         """
@@ -121,7 +121,10 @@ class Forecast:
     start: float = 0.0
 
     def limit(self, depth: int) -> Forecast:
-        """Return the forecast of a row that may draft at most `depth` levels: deeper levels get probability 0."""
+        """Return the forecast of a row (sequence) that may draft at most `depth` levels.
+
+        Deeper levels get probability 0.
+        """
         depth = max(depth, 0)
         beyond = [0.0] * (len(self.path_probs) - depth)  # probabilities of the deeper levels
         return Forecast(
@@ -137,7 +140,7 @@ class Acceptance:
 
         Args:
             levels: The levels of the deepest draft.
-            memory: The number of cycles, whatever their number of rows, over which averages are taken.
+            memory: The number of cycles, whatever their number of rows (sequences), over which averages are taken.
         """
         self.levels = levels
         self.memory = memory
@@ -237,7 +240,7 @@ class Batch:
         return len(levels) + drafted
 
     def seconds(self, levels: Sequence[int]) -> float:
-        """Return the expected seconds of a cycle in which row i drafts `levels[i]` levels.
+        """Return the expected seconds of a cycle in which row (sequence) i drafts `levels[i]` levels.
 
         A forward of the target takes as long as the deepest proposed tree needs, as all rows are padded to it.
         """

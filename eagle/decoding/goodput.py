@@ -338,9 +338,10 @@ class Goodput:
     ) -> tuple[list[int], float]:
         """Return the depths of a trial of deeper levels, and the seconds that it is expected to lose.
 
-        All rows draft deeper, or half of them, or a quarter, as the allowance permits. The rows whose drafter has the
-        least to read come first. If no trial is within the allowance, the best depths are returned. Exploring tells how
-        often levels are accepted that would otherwise never be tried. A row is one sequence of the batch.
+        All rows draft deeper, or half of them, or a quarter, as the allowance permits. Rows come first whose drafter
+        has the fewest tokens to read before it can draft. If no trial is within the allowance, the best depths are
+        returned. Exploring tells how often levels are accepted that would otherwise never be tried. A row is one
+        sequence of the batch.
 
         Args:
             batch: Forecasts and costs of the rows.

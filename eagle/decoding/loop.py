@@ -122,9 +122,9 @@ class Decoding:
             sampling: How the target samples.
             limit: The most new tokens.
             trace: Where the answer is written.
-            stop: As in `generate`.
+            stop: A token id, a string, or several; None for the target's stop tokens.
             first: The first token of the answer, if it is known already; it replaces the target's choice.
-            process: Changes the target's logits, see `Choose`.
+            process: Output and nodes -> changed logits, in place of the sampling's penalty and filters; None for none.
             observe: Called after each forward of the row.
         """
         # every fault of a request is found here, before it shares a forward with others
@@ -452,9 +452,10 @@ class Decoding:
         return new
 
     def _learn(self, cycles: dict[int, Cycle]) -> None:
-        """Pass the rows' cycles (by row id) to the policy: all at once to `learn_rows`, else one by one to `learn`.
+        """Pass the rows' cycles to the policy that chooses budgets: all to `learn_rows`, else one by one to `learn`.
 
-        A fixed `Budget` has neither method, and learns nothing.
+        A cycle is one draft and its verification, of one row (request), given by row id. A fixed `Budget` has neither
+        method, and learns nothing.
         """
         learn_rows = getattr(self.budget, "learn_rows", None)
         learn = getattr(self.budget, "learn", None)
@@ -505,7 +506,11 @@ def accept(
 def _accept_on_host(
     state: Any, rows: Sequence[Row], outputs: dict[int, TargetOutput]
 ) -> dict[int, Accepted]:
-    """Verify trees on the host, and keep the accepted paths in the KV cache; arguments and result as in `accept`."""
+    """Verify trees on the host, and keep the accepted paths in the KV cache; return the outcomes by row id.
+
+    `state` is the target's, `rows` are the requests, and `outputs` the target's outputs on their trees by row id. A row
+    that fails is left out.
+    """
     pairs = [(outputs[row.row_id], row.choose) for row in rows]
     try:
         results = dict(enumerate(verify_rows(pairs)))
@@ -530,9 +535,10 @@ def _accept_on_host(
 def _accept_on_device(
     state: Any, rows: Sequence[Row], outputs: dict[int, TargetOutput]
 ) -> dict[int, Accepted]:
-    """Verify trees on the device, and keep the accepted paths in the KV cache; arguments and result as in `accept`.
+    """Verify trees on the device, and keep the accepted paths in the KV cache; return the outcomes by row id.
 
-    The host waits only once, after it has queued all kernels.
+    The host waits only once, after it has queued all kernels. `state` is the target's, `rows` are the requests, and
+    `outputs` the target's outputs on their trees by row id. A row that fails is left out.
     """
     pairs = [(outputs[row.row_id], row.choose) for row in rows]
     # all of this is queued on the device, with shapes that do not depend on what is accepted

@@ -39,7 +39,7 @@ class Row:
 
     @contextmanager
     def fail_alone(self) -> Iterator[None]:
-        """Return a context in which an error ends this row and no other row of the batch."""
+        """Return a context in which an error ends this row (request) and no other row of the batch."""
         try:
             yield
         except FATAL:

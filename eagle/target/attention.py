@@ -405,7 +405,7 @@ class Masks:
         Args:
             starts: the committed columns of each sequence; a column is the place of one token in the KV cache.
             positions: [B, R], of the uncommitted tokens.
-            tree_mask: [1 or B, N, R], as in `__call__`.
+            tree_mask: [1 or B, N, R], which of the R uncommitted tokens each of the last N attends to.
             committed: [B, ..], positions of the committed columns; None: in order.
             window: the sliding window in positions; None for none.
             chunk: the number of positions of a chunk, beyond which nothing is attended to; None for none.

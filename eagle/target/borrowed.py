@@ -274,8 +274,8 @@ def _reproduce_head(tensors: dict[str, Tensor], scales: dict[str, Any], head: Ta
     They do not if the head is quantised, offloaded, or transforms states.
 
     Args:
-        tensors: as `_split_head` returns them.
-        scales: as `_split_head` returns them.
+        tensors: "embedding" and, unless it is tied, "output" of the LM head, and its "bias".
+        scales: the factors on embeddings and logits and the softcap, by their names in `TargetHead`.
         head: the target's head, which they must reproduce.
     """
     # offloaded or quantised

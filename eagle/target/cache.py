@@ -69,7 +69,7 @@ class TreeCache(RowCache, Cache):
         *,
         commits: bool = False,
     ) -> None:
-        """Tell the cache where the next forward writes its keys and values, as in `RowCache`.
+        """Tell the cache where the next forward writes its keys and values, before the model calls it.
 
         Args:
             cache_rows: the cache rows (one for each sequence) that the forward writes to.

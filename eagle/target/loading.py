@@ -57,7 +57,7 @@ def load_model(
         dtype: of the weights.
         adapter: an adapter that is merged; None for none.
         device: where a quantised model is loaded to, unless a device_map says otherwise.
-        images: as in `choose_loader`.
+        images: whether to load the class that reads images where the model's type has one for text alone, too.
         source: revision, trust_remote_code and device_map, as in transformers' `from_pretrained`.
 
     Raises:
@@ -130,9 +130,9 @@ def choose_loader(path: str | Path, *, images: bool = False, **source: Any) -> A
     """Return the auto class of transformers that loads a model: for text if its type has such a class, else for images.
 
     Args:
-        path: as in `load_model`.
+        path: a save_pretrained folder or a hub id.
         images: take the class that reads images in any case.
-        source: as in `load_model`.
+        source: revision, trust_remote_code and device_map, as in transformers' `from_pretrained`.
     """
     options = {
         name: value for name, value in source.items() if name in ("revision", "trust_remote_code")

@@ -150,7 +150,7 @@ class TreeReader:
             self.settings[ATTENTION_KEY] = GROUPED
 
     def _make_mixers(self, mode: TreeReadMode) -> Mixers:
-        """Wrap the modules that this mode runs over root-to-leaf paths of a tree, because no mask can steer them.
+        """Wrap the modules that run over root-to-leaf paths of a tree in this mode, because no mask can steer them.
 
         These mixers are modules that keep a recurrent state, attention that orders its keys by itself, or the whole
         model. A model that a mask steers has none.
@@ -207,7 +207,10 @@ class TreeReader:
         return not self.mixers.mixers and not {OFFSETS, TABLES} & set(self.mode.extras)
 
     def describe(self) -> str:
-        """Return how trees are read, in words, as "mask + mixers over paths", for logs; `check` must have found it."""
+        """Return how trees are read, in words, as "mask + mixers over paths", for logs; `check` must have found it.
+
+        A mixer is a module that no mask can steer, such as Mamba's.
+        """
         has_mixers = bool(self.mixers.mixers) and not self.mode.whole
         return self.mode.describe(has_mixers=has_mixers and bool(self.stateful))
 
@@ -378,7 +381,7 @@ class TreeReader:
         Args:
             inputs: `input_ids` [B, N] or `inputs_embeds` [B, N, D] of N tokens of B sequences.
             positions: [B, N], which count from 0, one for each token in the cache.
-            mask: as `Masks` makes it.
+            mask: an additive attention mask, or masks by layer type, as `Masks` makes them.
             cache: the cache.
 
         Returns:

@@ -43,7 +43,8 @@ class CacheBuffer:
         """Write new tokens' keys (or values) at the cache's write offset; return all those that attention then reads.
 
         Args:
-            new: [B, X, N, D], as keys or values of N new tokens of B sequences, for X heads (or taps) of width D.
+            new: [B, X, N, D], as keys or values of N new tokens of B sequences, for X heads (or tapped layers) of width
+                D.
 
         Returns:
             [B, X, S, D], the cache rows of this forward up to the last new column of the longest one.
@@ -342,7 +343,7 @@ class RowCache:
         self._set_offsets({target: self.offsets.get(source)})
 
     def _set_offsets(self, offsets: Mapping[int, int | None]) -> None:
-        """Set what is added to a token's column for its position, by cache row; None: a prompt without images.
+        """Set what is added to a token's index in the cache for its position, by cache row; None: without images.
 
         Many tokens of an image share a position, so that after images a token's position is less than its index.
         """

@@ -63,7 +63,8 @@ class Target(ChatMixin):
             model: a causal language model of transformers.
             tokenizer: its tokenizer; only `chat`, stop strings and text output need one.
             processor: its processor for images.
-            invariant: as in `load`.
+            invariant: in bf16 and fp16, read so that a token's bits do not depend on what is read with it; None: if it
+                runs on a CPU.
         """
         self.model = check_model(model).eval().requires_grad_(False)
         self.tokenizer = tokenizer

@@ -92,7 +92,8 @@ def _towers(model: Any, layers: nn.ModuleList) -> list[Any]:
 def _swap_all(values: Mapping[str, Any], twins: dict[int, Any]) -> dict[str, Any]:
     """Return a dict with each value replaced by its counterpart in the second module tree.
 
-    `twins` holds the counterparts of modules and configs by their ids.
+    `twins` holds the counterparts of modules and configs by their ids. The second tree shares the weights of a model,
+    and can be changed without changing the model.
     """
     return {name: _swap(value, twins) for name, value in values.items()}
 

@@ -73,9 +73,10 @@ class TargetView:
         return can_observe(self.reader.original, self.reader.settings)
 
     def new_cache(self) -> TreeCache:
-        """Return an empty cache for these layers.
+        """Return an empty KV cache for these layers.
 
-        Forwards write after its `length`; the caller then raises `length`, or calls `keep` with the accepted columns.
+        Forwards write after its `length`; the caller then raises `length`, or calls `keep` with the accepted columns
+        (tokens).
         """
         return self.reader.new_cache()
 
@@ -222,7 +223,7 @@ class TargetView:
         Args:
             hidden: [B, N, D], of B sequences the first layer's input of width D at the last N of R uncommitted tokens.
             positions: [B, R], of all uncommitted tokens.
-            mask: as `Masks` makes it.
+            mask: an additive attention mask, or masks by layer type, as `Masks` makes them.
             cache: the cache, where keys and values are written at its write offset.
             layers: the indices of the layers.
         """
@@ -241,7 +242,7 @@ class TargetView:
         Args:
             hidden: [B, N, D], passed in place of the embeddings of the last N of R uncommitted tokens of B sequences.
             positions: [B, R], of all uncommitted tokens.
-            mask: as `Masks` makes it.
+            mask: an additive attention mask, or masks by layer type, as `Masks` makes them.
             cache: the cache.
         """
         count = hidden.shape[1]

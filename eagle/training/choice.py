@@ -140,7 +140,7 @@ class Choice:
 
         Args:
             step: The step after which the head was decoded.
-            counts: Its tokens and cycles by prompt.
+            counts: Its tokens and cycles (target forwards) by prompt.
             metrics: The figures of its validation, of which the cross-entropy is read.
             decoding: It estimates the difference between two heads and its interval.
         """
@@ -175,7 +175,7 @@ class Choice:
 def describe_tau(counts: Counts) -> str:
     """Return the acceptance length of decoded prompts, and their number, as a phrase for the log.
 
-    `counts` are tokens and cycles of each prompt, by temperature.
+    `counts` are tokens and cycles (target forwards) of each prompt, by temperature.
     """
     # every temperature decodes the same prompts
     prompts = len(next(iter(counts.values())))

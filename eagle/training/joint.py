@@ -66,7 +66,7 @@ class Joint(nn.Module):
 
         Args:
             model: The target's transformers model.
-            head: The heads, which may read tap -1 of the target alone: the input of its LM head.
+            head: The heads, which may read tap -1 alone: the input of the target's LM head, and no other layer's.
             target_head: The target's embedding and LM head, which are not trained.
             settings: The section `joint` of the recipe.
         """

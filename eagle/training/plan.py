@@ -372,8 +372,8 @@ class Dealer:
             weights: The factor of each part; 0 for one that only repeats an example.
             batches: The batch of each part.
             supervised: A factor of every part's loss, from `_supervised_share`.
-            count_divisor: As in `deal`.
-            sum_over_processes: As in `deal`.
+            count_divisor: Returns a batch's divisor where only the head's forward knows it.
+            sum_over_processes: Returns the sum of a tensor over all processes.
         """
         # the N divisors of each part; a part that only repeats an example adds nothing
         counts = []

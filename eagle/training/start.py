@@ -134,7 +134,8 @@ def _with_drafts(
 ) -> OwnDrafts:
     """Return the features of a run with `train.on_policy`, whose answers the target writes with the head's drafts.
 
-    Settings that exclude it are refused. The arguments are those of `follow_head`.
+    Settings that exclude it are refused. `features` are those of the data. With `weights_split` no process holds all
+    weights of the head, so that it cannot decode.
     """
     policy = recipe.train.on_policy
     assert policy is not None
@@ -164,7 +165,7 @@ def _expected_identity(recipe: Recipe, roles: TapRoles, store: FeatureStore) -> 
 
     Args:
         recipe: It names the target and the data.
-        roles: The taps that training needs: of the head's inputs, and of its teacher.
+        roles: The taps (target layers) that training needs: of the head's inputs, and of its teacher.
         store: The store that is checked, for what cannot be computed here.
     """
     if is_local_model(recipe.target.path, recipe.target.revision):

@@ -236,7 +236,8 @@ class Trackers:
     def _make(self, name: str, project: str, before: int | None) -> GeneralTracker:
         """Return a tracker that is not started yet, with the arguments that begin or resume its run.
 
-        The arguments are those of `_begin`.
+        `name` is the tracker, `project` what it files the run under, and `before` the step that training begins or
+        resumes at.
         """
         if name in LOG_FOLDERS:
             options = {}

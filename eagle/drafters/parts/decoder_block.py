@@ -230,8 +230,9 @@ class Attention(nn.Module):
 
         Args:
             x: The input [B, T, input width] at T new tokens of each of B sequences.
-            rotary: As in `forward`.
-            mask: As in `forward`; with None nothing but the new tokens is in the cache.
+            rotary: Cosines and sines [B, T, w] of the tokens' positions.
+            mask: The additive mask [B, 1, T or groups * T, S] over S keys; with None only the new tokens are in the
+                cache.
             cache: The block's cache.
 
         Returns:
@@ -295,7 +296,8 @@ class Block(nn.Module):
     ) -> Tensor:
         """Return the block's output [B, T, H] at T tokens of B sequences (H: the hidden size).
 
-        The arguments are those of `Attention.forward`.
+        `x` is its input, `rotary` cosines and sines at the tokens' positions, `mask` the additive attention mask (None:
+        causal), and `cache` the KV cache when drafting.
         """
         hidden, residual = self.inputs(x)
         return self.add_mlp(residual + self.self_attn(hidden, rotary, mask, cache), cache)
@@ -382,7 +384,8 @@ class TwoNormBlock(Block):
     ) -> Tensor:
         """Return the block's output [B, T, hidden size] at T tokens of B sequences; drafting calls it.
 
-        The other arguments are those of `Attention.forward`.
+        `rotary` are cosines and sines at the tokens' positions, `mask` is the additive attention mask (None: causal),
+        and `cache` the KV cache when drafting.
 
         Args:
             embedded: The embeddings of the tokens [B, T, hidden size].

@@ -257,7 +257,10 @@ def _reverse_kl(target_probs: Tensor, objective: Objective) -> Compare:
 
 
 def _likeliest(target_probs: Tensor, objective: Objective) -> Compare:
-    """Return the comparison by cross-entropy with the teacher's likeliest token, from its probs [R, V]."""
+    """Return the comparison by cross-entropy with the teacher's likeliest token, from its probs [R, V].
+
+    A comparison is a function of the student's logits and probs that returns losses and gradients.
+    """
     return _likelihood(target_probs.argmax(-1, keepdim=True), objective.weight)
 
 

@@ -72,7 +72,7 @@ def level_shares(
 
     Args:
         weights: The loss weight of each level.
-        divisors: One number for all levels or one for each, as `sum_divisors` returns them.
+        divisors: One number for all levels or one for each, by which the summed losses are divided.
         dtype: The dtype of the head; the result has at least fp32.
         device: Where the result is used.
     """

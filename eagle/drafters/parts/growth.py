@@ -224,7 +224,8 @@ def grow(
     Args:
         root: The root's token.
         logits: [D], those of the root's children.
-        level: Reads the nodes of one level and returns the logits of their children, see `Level`.
+        level: Depth, the nodes' tokens [K], their parents' indices in the level above [K] and a mask of their ancestors
+            [K, R] -> the logits of their children [K, D].
         budget: The size or the shape of the tree.
         noise: The target's sampling noise, fixed by position, with which children are ranked; None if it is greedy.
         place: The position of the root's children in the sequence.
@@ -235,7 +236,7 @@ def grow(
     def level_of_row(
         depth: int, rows: list[int], tokens: Tensor, parents: Tensor, tree_mask: Tensor
     ) -> Tensor:
-        """Call `level` without the batch dimension, as a `RowsLevel` of a batch of one row.
+        """Call `level` without the batch dimension, as a `RowsLevel` of a batch of one sequence.
 
         `level` reads the nodes of one level, and returns the logits of their children.
         """
@@ -261,8 +262,8 @@ def grow_rows(
     Args:
         requests: The root, position, budget and noise of each of the B rows, the sequences of the batch.
         logits: [B, D], those of the roots' children, over the D tokens of the draft vocabulary.
-        level: Reads the nodes of one level of the rows that still grow, and returns the logits of their children, see
-            `RowsLevel`.
+        level: Reads the nodes of one level, given depth, the rows that still grow, and tokens, parents and ancestors of
+            the nodes; returns the logits of their children (`RowsLevel`).
         drafts: [D], the target's token of each logit; None if the draft vocabulary is the target's.
         sharpness: The factor on the logits before children are ranked, unless the budget has a factor.
         confidence: Returns how likely the children of each node are accepted. A node gets no children if this is below
@@ -285,9 +286,10 @@ def grow_without_roots(
 ) -> list[DeviceTrees]:
     """Grow the draft trees of a batch level by level, and return them on the device without their roots.
 
-    The arguments are those of `grow_rows`; `logits` [B, D] are those of the children of the B roots. Each result has
-    the trees of one group of rows that ended at the same depth, so results are not in the order of `requests`. A row
-    with an empty budget, which allows no draft, is in none of them.
+    `requests` are the root, position, budget and noise of each row, and `logits` [B, D] those of the children of the B
+    roots. `level` reads the nodes of a level and returns their children's logits; the rest is as in `grow_rows`. Each
+    result has the trees of one group of rows that ended at the same depth, so results are not in the order of
+    `requests`. A row with an empty budget, which allows no draft, is in none of them.
     """
     # a group shares everything that decides the operations of a level, so that one forward reads the level for all of
     # its rows; their depths may differ, as a row leaves the group when its tree is deep enough
@@ -430,7 +432,7 @@ class _DynamicTrees(_GrowingTrees):
     """
 
     def __init__(self, **group: Any) -> None:
-        """Begin at the roots of B trees; the arguments are those of `_GrowingTrees`.
+        """Begin at the roots of B trees that grow together; `group` are the arguments of `_GrowingTrees`.
 
         In the shapes below a level has C candidates, of which K nodes are read, R in all levels so far.
         """
@@ -454,8 +456,8 @@ class _DynamicTrees(_GrowingTrees):
 
         Args:
             depth: Of those nodes; the root has depth 0.
-            logits: [B, K, D] over the draft vocabulary, after the K nodes of each of the B trees; [B, 1, D] if they are
-                the same after all of a tree's nodes.
+            logits: [B, K, D] over the D tokens that the head can draft, after the K nodes of each of the B trees; [B,
+                1, D] if they are the same after all of a tree's nodes.
         """
         # the second result would be the probs of sampled children, which only fixed shapes have
         scores, _ = self.scorer.score(self.requests, depth, logits)
@@ -567,7 +569,7 @@ class _FixedTrees(_GrowingTrees):
     """Trees of a fixed shape; only nodes that have children are read."""
 
     def __init__(self, **group: Any) -> None:
-        """Begin at the roots of B trees; the arguments are those of `_GrowingTrees`."""
+        """Begin at the roots of B trees of one fixed shape; `group` are the arguments of `_GrowingTrees`."""
         super().__init__(**group)
         assert self.budget.paths is not None
         self.plans, self.parents = plan_levels(self.budget.paths, self.depth, self.device)
@@ -587,8 +589,8 @@ class _FixedTrees(_GrowingTrees):
 
         Args:
             depth: Of the nodes that were read last; the root has depth 0.
-            logits: [B, K, D] over the draft vocabulary, after the K nodes of each of the B trees; [B, 1, D] if they are
-                the same after all of a tree's nodes.
+            logits: [B, K, D] over the D tokens that the head can draft, after the K nodes of each of the B trees; [B,
+                1, D] if they are the same after all of a tree's nodes.
         """
         # plans begin with that of level 1, whose parents have depth 0
         plan = self.plans[depth]

@@ -357,7 +357,7 @@ def split_update(update: Committed, count: int) -> tuple[Committed, Committed]:
     """Split an update into its first `count` tokens and the rest, so that a long update can be read in chunks.
 
     An update has newly committed tokens, the target's features at each, and the root, the token after them. The root of
-    the first part is the first token of the rest. `count` is less than the number of tokens.
+    the first part is the first token of the rest, as that follows it. `count` is less than the number of tokens.
     """
     assert update.features is not None
     root = int(update.tokens[count])

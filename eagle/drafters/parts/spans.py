@@ -181,7 +181,8 @@ class Spans:
     def _make_block_mask(self, drafted: Drafted) -> Any:
         """Return flex attention's mask of S wanted rows (tokens): each sees its sequence up to itself, or a window.
 
-        `drafted` is as in `block_mask`.
+        `drafted` is how many draft tokens a row sees besides, which take up part of a window: one number, or one for
+        each token of a block after the row.
         """
         rows = self.rows
         begins = self.begins
@@ -273,7 +274,11 @@ def attend(
 def attend_plain(
     query: Tensor, key: Tensor, value: Tensor, spans: Spans, step_pairs: StepPairs = ()
 ) -> Tensor:
-    """Return what `attend` returns, with the same arguments; for CPUs, by products of pieces of sequences."""
+    """Return the attention output [h, S, w] of the wanted rows (tokens that attend), by products of pieces.
+
+    For CPUs; the arguments are those of `attend`: queries [h, S, w], keys and values [k, N, w] of all rows, which rows
+    attend, and keys and values [k, S, w] of each draft step.
+    """
     # autograd tracks only tensors that are arguments themselves, not those in a list
     flat: list[Tensor] = []
     for pair in step_pairs:
@@ -292,10 +297,11 @@ def attend_flex(
     step_pairs: StepPairs = (),
     kernel: Any = None,
 ) -> Tensor:
-    """Return what `attend` returns, with the same arguments; for accelerators, by PyTorch's flex attention.
+    """Return the attention output [h, S, w] of the wanted rows (tokens that attend), by PyTorch's flex attention.
 
-    One call of the kernel reads the sequences. The draft steps are added by hand, as every row has its own keys there.
-    It has no gradient on a CPU. `kernel` replaces flex attention in tests and in forecasts of memory.
+    For accelerators; the arguments are those of `attend`. One call of the kernel reads the sequences. The draft steps,
+    whose keys and values are in `step_pairs`, are added by hand, as every row has its own keys there. It has no
+    gradient on a CPU. `kernel` replaces flex attention in tests and in forecasts of memory.
     """
     attention = kernel
     # on a CPU, where only tests call this, it is not compiled
@@ -367,7 +373,7 @@ class _Plain(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, spans: Spans, *flat: Tensor
     ) -> Tensor:
-        """Return the attention output [h, S, w] of the wanted rows (tokens that attend), as `attend` describes it.
+        """Return the attention output [h, S, w] of the wanted rows (tokens that attend), by blocks of rows.
 
         Args:
             ctx: Gets the tensors and spans for `backward`.
@@ -465,7 +471,7 @@ def _add_step_gradients(
     score is p (g v - sum g o).
 
     Args:
-        query: [h, S, w], of S rows, with h query heads of width w, scaled by 1 / sqrt(w).
+        query: [h, S, w], of S rows (tokens), with h query heads of width w, scaled by 1 / sqrt(w).
         grad_query: [h, S, w], the sum so far.
         grad_out: [h, S, w], the gradient at the attention output.
         mean_grad: [h, S, 1], the sum of output * grad_out over the width.
@@ -616,7 +622,7 @@ def add_product(total: Tensor, ranges: Sequence[slice], left: Tensor, right: Ten
 
 
 def by_key(tensor: Tensor, key: Tensor) -> Tensor:
-    """Return a view [k, h / k, rows, ..] of [h, rows, ..]: query heads that share a key head have one first index.
+    """Return a view [k, h / k, tokens, ..] of [h, tokens, ..]: query heads that share a key head have one first index.
 
     Only the number k of key heads is read from `key` [k, ..]; h is that of query heads. A product with the keys [k, 1,
     rows, ..] then needs no copy of them.
@@ -627,8 +633,8 @@ def by_key(tensor: Tensor, key: Tensor) -> Tensor:
 def group_by_key(tensor: Tensor, key: Tensor) -> Tensor:
     """Return [k, h / k * n, width] of [h, n, width]: the rows of query heads that share a key are stacked in one head.
 
-    Only the number k of key heads is read from `key` [k, ..]; h is that of query heads, n that of rows. One matrix
-    product with the keys [k, ..] then serves all of these query heads.
+    Only the number k of key heads is read from `key` [k, ..]; h is that of query heads, n that of rows (tokens). One
+    matrix product with the keys [k, ..] then serves all of these query heads.
     """
     heads, count, width = tensor.shape
     return tensor.reshape(len(key), heads // len(key) * count, width)

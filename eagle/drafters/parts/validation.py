@@ -99,7 +99,7 @@ def validate_batch(
     logits: tuple[Sequence[Logits], Logits],
     trees: dict[str, Paths],
 ) -> dict[str, Tensor]:
-    """Return sums over the supervised slots of all sequences of a batch, as `validate_sequence` does for one.
+    """Return sums over the supervised slots (tokens) of all sequences of a batch, for the figures of validation.
 
     They are the number of slots, terms that compare the head's probs with the target's, and how often the levels of
     each tree are reached and accepted. Empty if there is no supervised slot.

@@ -121,7 +121,7 @@ class BlockState(HeadState):
         cache_rows: list[int],
         hidden: Tensor,
     ) -> list[DraftTree]:
-        """Return the draft tree of each request; it has only the root if the sequence has fewer than k slots.
+        """Return the draft tree of each request; it has only the root if the sequence has fewer than k slots (tokens).
 
         Args:
             requests: Those of the B rows, the sequences of the batch.
@@ -157,7 +157,8 @@ class _BlockLevels(Levels):
             state: The drafting state of the head.
             cache_rows: The index of each row in the KV cache.
             hidden: The states [B, k, hidden size] of the k slots of the roots' blocks.
-            inputs: Cosines, sines and the additive mask of the columns before the draft, as in `Levels`.
+            inputs: Cosines and sines [B or 1, levels, w of a head], and the additive mask of the cached tokens before
+                the draft.
         """
         super().__init__(state, cache_rows, hidden, *inputs)
         # of the roots' blocks, whose states `root_states` are [B, 1, k, hidden size]

@@ -47,7 +47,7 @@ class Eagle3(FusedHead):
     def network(self) -> dict[str, Any]:
         """The name of the network and the settings that decide what its weights mean, for checkpoints and engines.
 
-        They are its stack of blocks, its taps (the target's hidden states that it reads) and its norms.
+        They are its stack of blocks, its taps (the target's layers whose inputs it reads) and its norms.
         """
         return {
             "network": "fused",

@@ -127,7 +127,7 @@ class Falcon(TrainableDrafter):
 
     @property
     def network(self) -> dict[str, Any]:
-        """The network's name and the number of slots in a block, which decides what its weights mean."""
+        """The network's name and the number of tokens in a block (k), which decides what its weights mean."""
         return {"network": "falcon", "k": self.settings.k}
 
     @property
@@ -176,8 +176,8 @@ class Falcon(TrainableDrafter):
     ) -> Tensor:
         """Return the head's states [B, T, H] at T slots of each of B sequences (H: the hidden size).
 
-        A slot reads a token [B, T] and a state `hidden` [B, T, H]. The other arguments are those of
-        `eagle.drafters.parts.sequence_state.SequenceHead.read`.
+        A slot reads a token [B, T] and a state `hidden` [B, T, H]. `tables` are cosines and sines at the slots'
+        positions, `mask` is the additive attention mask, and `caches` holds the KV cache of the only block.
         """
         # there is a single block, hence one cache
         entered = self.enter(target_head.embed(tokens).to(hidden.dtype), hidden)
@@ -220,7 +220,7 @@ class Falcon(TrainableDrafter):
         blocks: SlotBlocks,
         block_pairs: StepPairs,
     ) -> Tensor:
-        """Return the states [k, A, H] of the k slots of A blocks (H: the hidden size).
+        """Return the states [k, A, H] of the k slots (tokens) of A blocks (H: the hidden size).
 
         They are blocks of the sequences, or blocks that a draft adds after each of these. Their slots attend to the
         sequence up to the last slot of its block, and to the blocks drafted after that, their own included.
@@ -244,7 +244,7 @@ class Falcon(TrainableDrafter):
     # -- training -----------------------------------------------------------------------------------------------------
 
     def forward(self, batch: Batch, target_head: TargetHead) -> dict[str, Tensor]:
-        """Return Smooth-L1 of the states plus cross-entropy of the probs, at the slots of blocks that do not overlap.
+        """Return Smooth-L1 of the states plus cross-entropy of the probs, at the tokens of blocks that do not overlap.
 
         "total" is minimised, the other terms are logged.
         """
@@ -351,7 +351,7 @@ class Falcon(TrainableDrafter):
         target_head: TargetHead,
         trees: dict[str, Paths],
     ) -> dict[str, Tensor]:
-        """Return sums over the supervised slots of a batch: loss terms, and how often each tree's levels are accepted.
+        """Return sums over a batch's supervised slots (tokens): loss terms, and how often levels are accepted.
 
         `trees` are fixed trees by name: the paths of their nodes, as ranks of children from the root. The first k - 1
         slots of a sequence have no whole block. They count as drafts of which nothing is accepted.
@@ -547,7 +547,7 @@ class SlotBlocks:
 
     @classmethod
     def side_by_side(cls, batch: Batch, size: int) -> SlotBlocks:
-        """Return blocks that do not overlap, as training reads them: every k-th slot ends one if it is supervised.
+        """Return blocks that do not overlap, as training reads them: every k-th slot (token) ends one if supervised.
 
         The sequence's seed decides where they begin, such that at least one block ends at a supervised slot. `size` is
         k, the slots of a block.
@@ -575,7 +575,7 @@ class SlotBlocks:
         stride: int,
         generators: list[torch.Generator],
     ) -> SlotBlocks:
-        """Return the blocks that end at every `stride`-th slot of each sequence, if that slot is supervised.
+        """Return the blocks that end at every `stride`-th slot (token) of each sequence, if that slot is supervised.
 
         Args:
             batch: The sequences.
@@ -630,7 +630,7 @@ class SlotBlocks:
         return (token_indices.index_select(0, self.slots.flatten()) + size).clamp(max=count - 1)
 
     def weights(self, counted: Tensor) -> Tensor:
-        """Return the loss weight [k, A] of each of the k slots of A blocks.
+        """Return the loss weight [k, A] of each of the k slots (tokens) of A blocks.
 
         They add up to 1 if every sequence has slots in the loss.
 

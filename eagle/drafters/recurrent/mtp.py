@@ -158,9 +158,10 @@ class Mtp(UnrolledDrafter):
 
     @classmethod
     def _start_head(cls, settings: MtpSettings, config: Any, weights: Weights | None) -> Mtp:
-        """Return a head with the weights that the setting `start` names; the arguments are those of `for_target`.
+        """Return a head with the weights that the setting `start` names; `config` is the target's.
 
-        They are those of the target's own multi-token prediction layer, of its last block, or random.
+        They are those of the target's own multi-token prediction layer, of its last block, or random. `weights` returns
+        a target's tensor by its name.
         """
         if weights is None or settings.start == "random":
             return cls(settings, head_shape(config))
@@ -229,7 +230,7 @@ class Mtp(UnrolledDrafter):
     # -- one level ----------------------------------------------------------------------------------------------------
 
     def fuse_taps(self, features: Tensor) -> Tensor:
-        """Return the state [.., width] that the head reads from the target's features [.., 1, width], of one tap."""
+        """Return the state [.., width] that the head reads from the target's features [.., 1, width], of one layer."""
         return features[..., 0, :]
 
     def first_block(
@@ -243,8 +244,9 @@ class Mtp(UnrolledDrafter):
         """Return the block's output [B, T, H] at T tokens of B sequences (H: the hidden size); drafting calls it.
 
         It is h = Block(M [norm(e); norm(h')]), as in DeepSeek-V3: e are the embedded tokens, h' the states of the level
-        before (`hidden`), [B, T, H] each, and M is `eh_proj`. MiMo has [norm(h'); norm(e)]. The other arguments are
-        those of `Attention.forward`.
+        before (`hidden`), [B, T, H] each, and M is `eh_proj`. MiMo has [norm(h'); norm(e)]. `rotary` are cosines and
+        sines at the tokens' positions, `mask` is the additive attention mask (None: causal), and `cache` the block's KV
+        cache.
         """
         halves = [self.enorm(embedded), self.hnorm(hidden)]
         if self.settings.hidden_first:

@@ -96,7 +96,8 @@ class UnrolledDrafter(CompiledParts, ReducedVocab, TrainableDrafter):
     ) -> Tensor:
         """Return the first block's output [B, T, H] at T tokens of B sequences (H: the hidden size); drafting calls it.
 
-        The other arguments are those of `eagle.drafters.parts.decoder_block.Attention.forward`.
+        `rotary` are cosines and sines at the tokens' positions, `mask` is the additive attention mask (None: causal),
+        and `cache` the block's KV cache.
 
         Args:
             embedded: The tokens' embeddings [B, T, H].
@@ -243,7 +244,7 @@ class UnrolledDrafter(CompiledParts, ReducedVocab, TrainableDrafter):
         target_head: TargetHead,
         trees: dict[str, Paths],
     ) -> dict[str, Tensor]:
-        """Return sums over the supervised slots of a batch: loss terms, and how often each tree's levels are accepted.
+        """Return sums over a batch's supervised slots (tokens): loss terms, and how often levels are accepted.
 
         `eagle.drafters.parts.validation.figures` makes figures of them. `trees` are fixed trees by name: the paths of
         their nodes, as ranks of children from the root.
@@ -298,8 +299,8 @@ class UnrolledDrafter(CompiledParts, ReducedVocab, TrainableDrafter):
     ) -> Tensor:
         """Return the head's states [B, T, hidden size] after T new tokens of each of B sequences, and cache these.
 
-        Each of the tokens [B, T] is read with a state `hidden` [B, T, hidden size]. The arguments are those of
-        `eagle.drafters.parts.sequence_state.SequenceHead.read`.
+        Each of the tokens [B, T] is read with a state `hidden` [B, T, hidden size]. `tables` are cosines and sines at
+        their positions, `mask` is the additive attention mask, and `caches` the KV cache of each block.
         """
         # only the first block reads the tokens
         embedded = target_head.embed(tokens).to(hidden.dtype)

@@ -299,7 +299,7 @@ def compare_borrowed(
     Args:
         head: The checkpoint.
         name: Our name of the tensor.
-        known_as: The endings of the names that targets have for it.
+        known_as: The endings of the names that targets of all families have for it.
         may_differ: Whether such heads may train their copy: a difference is then noted, and no problem.
         rows: The indices of the target's rows that the copy has, which are token ids; None for all rows.
     """

@@ -141,7 +141,8 @@ def kind_by_tensors(names: Iterable[str], config: dict[str, Any]) -> tuple[str, 
 def _kind_of_model(names: list[str], config: dict[str, Any]) -> tuple[str, str]:
     """Return in words what a checkpoint is that may be a language model or a part of one, and advice on it.
 
-    Both are "" if it is neither. The arguments are those of `kind_by_tensors`.
+    Both are "" if it is neither. `names` are those of its tensors as most trainers have them, and `config` is
+    config.json.
     """
     # an MTP layer may be stored among all layers of its model, and only the layer is read then
     if any(MTP_PROJECTION.match(name) for name in names):

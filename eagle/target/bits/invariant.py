@@ -166,7 +166,7 @@ class _AttentionCall(NamedTuple):
         return attended.view(*by_group.shape[:-1], -1).flatten(1, 2).transpose(1, 2)
 
     def _sinks(self, scores: Tensor) -> Tensor | None:
-        """Return [B * K, G * N, 1], the attention sink of each row of scores; None without sinks.
+        """Return [B * K, G * N, 1], the attention sink of each query's scores; None without sinks.
 
         `scores` are [B, K, G, N, T], of N queries of G heads for each of K key/value heads, and T keys.
 
@@ -211,7 +211,7 @@ def _block_chunks(
         query: [B, H, N, D], of N new tokens of B sequences, for H heads of width D.
         key: [B, K, S, D], of S cached and new tokens, for K key/value heads.
         value: [B, K, S, D'].
-        mask: as in `invariant_attention`.
+        mask: bool or additive, [B, 1 or H, N, S] or with the queries of a group as rows; [1, 1, 1, 1]: causal.
     """
     # the context of the running forward has set it; a mask for each head may hide other keys from each
     blocks = BLOCKS.get()
@@ -348,7 +348,7 @@ def _widen(tensor: Tensor) -> Tensor:
 
 @cache
 def sums_rows_alike(dtype: torch.dtype) -> bool:
-    """Return whether a CPU's matrix products of one row and of several rows sum in the same order in this dtype.
+    """Return whether a CPU's matrix products of one row (token) and of several sum in the same order in this dtype.
 
     Torch's own loops on x86 do, so one row need not be read as two there. oneDNN's kernels do not, and are used where
     the processor multiplies in this dtype. One row is a product of a vector, for which a library may have another
@@ -362,7 +362,7 @@ def sums_rows_alike(dtype: torch.dtype) -> bool:
 
 
 def in_fixed_rows(read: Callable[[Tensor], Tensor], x: Tensor, most: int | None = None) -> Tensor:
-    """Return [.., V], the product `read` of x [.., D], with the same bits for a row [D] whatever the number of rows.
+    """Return [.., V], the product `read` of x [.., D], with the same bits for a token [D] whatever is read with it.
 
     A kernel may sum in another order for another number of rows, so `read` is called only with numbers of rows that
     give the same order. On a CPU one row is read as two, and more than `most` in pieces. On other devices TILE rows are

@@ -25,7 +25,7 @@ FOUND: dict[Hashable, int | None] = {}
 def find_row_limit(
     key: Hashable, read: Callable[[Tensor], Tensor], width: int, dtype: torch.dtype
 ) -> int | None:
-    """Return the most rows for which `read` gives a row the same bits as in a pair of rows; None for any number.
+    """Return the most rows (tokens) for which `read` gives each the same bits as in a pair; None for any number.
 
     A kernel of another number of rows may sum in another order, and so round differently.
 

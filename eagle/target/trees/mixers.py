@@ -55,7 +55,7 @@ def join_rows(values: Sequence[Any]) -> Any:
 
 
 def row_of(value: Any, row: int) -> Any:
-    """Return a copy of a value with only one row of each tensor that it holds; the value as in `join_rows`.
+    """Return a copy of a tensor, cache or container with only one row of each tensor that it holds.
 
     A path through a tree was one row of a batch, and this is the state after it.
     """
@@ -187,11 +187,14 @@ class Mixer:
         return next(self.module.parameters()).device
 
     def __eq__(self, other: object) -> bool:
-        """Return whether the other is a mixer of this name: a dict of states by mixer serves all readers of a model."""
+        """Return whether the other is a mixer of this name: a dict of states by mixer serves all readers of a model.
+
+        A mixer is a module with a recurrent state.
+        """
         return isinstance(other, Mixer) and other.name == self.name
 
     def __hash__(self) -> int:
-        """Return the name's hash, as mixers of one name are equal."""
+        """Return the name's hash: mixers (modules with a recurrent state) of one name are equal."""
         return hash(self.name)
 
     def run(
@@ -258,7 +261,7 @@ class Mixer:
             setattr(owner, name, value)
 
     def _copy_cache(self, inputs: Mapping[str, Any], state: State) -> Any:
-        """Return a copy of the cache among the inputs in which this mixer's layer holds the given state.
+        """Return a copy of the cache among the inputs in which this module's layer holds the given recurrent state.
 
         The other layers are shared with the cache. None if the inputs hold no cache. A run over paths writes to the
         copy, so that the sequence's own state stays.
@@ -434,7 +437,10 @@ class Mixers:
 
     @cached_property
     def weight_bytes(self) -> int:
-        """Bytes of the linear layers' weights in the mixers, which every call reads: a measure of its time."""
+        """Bytes of the linear layers' weights in the mixers (modules with a state), which every call reads.
+
+        They are a measure of a call's time.
+        """
         # a set, as one mixer's modules may lie in another
         modules = set[nn.Module]().union(*(mixer.module.modules() for mixer in self.mixers))
         return sum(module.weight.nbytes for module in modules if isinstance(module, nn.Linear))
@@ -520,7 +526,7 @@ class Mixers:
 
     @contextmanager
     def reporting_to(self, reading: Any) -> Iterator[None]:
-        """A context in which the mixers' forwards go to `reading`, which runs them over the paths of draft trees."""
+        """A context in which modules with a recurrent state are run by `reading`, over the paths of draft trees."""
         self.reading = reading
         try:
             yield
@@ -532,8 +538,9 @@ class Writes:
     """The states that one module writes in a forward: to a layer of the cache, and to attributes."""
 
     def __init__(self, layer: int | None = None) -> None:
-        """Begin without states that a module was seen to write; `layer` is the index of the cache's layer that the
-        module writes to, None for none.
+        """Begin without recurrent states that a module was seen to write.
+
+        `layer` is the index of the cache's layer that the module writes to, None for none.
         """
         self.layer = layer
         self.state_ids: set[int] = set()  # the numbers of its states in that layer

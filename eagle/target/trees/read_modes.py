@@ -71,7 +71,7 @@ class TreeReadMode:
         return self.invariant or self.sums
 
     def describe(self, *, has_mixers: bool = False) -> str:
-        """Return the mode in words, as logs and result files name it.
+        """Return the mode, a way to read draft trees, in words, as logs and result files name it.
 
         `has_mixers`: whether the model has modules that keep a recurrent state, which run over paths or levels.
         """
@@ -236,7 +236,7 @@ def _restore_mode(reader: Any, mode: TreeReadMode, probe: Probe) -> None:
 def _reads_right(reader: Any, probe: Probe) -> bool:
     """Return whether a reader reads a small tree right in its mode, by levels and by paths if both may be used.
 
-    The probe is the trial on that tree.
+    A mode is a way to read draft trees. The probe is the trial on that tree.
     """
     try:
         faults = [probe.find_misreading() for _ in reader.mixers.each_way()]

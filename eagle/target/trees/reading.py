@@ -70,7 +70,7 @@ class Reading:
         return self._read_paths(mixer, inputs, committed)
 
     def _join_inputs(self, mixer: Mixer, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Return a mixer's arguments by name at all R uncommitted nodes, given those at the N new ones.
+        """Return a module's arguments by name at all R uncommitted nodes, given those at the N new ones.
 
         Paths are run from their first node on, so inputs of nodes that earlier forwards read are needed again.
         """
@@ -276,7 +276,7 @@ class Reading:
         return states
 
     def _states_after(self, mixer: Mixer, paths: Paths) -> list[State]:
-        """Return a mixer's recurrent state after each of these paths, which are equally long and begin at the root."""
+        """Return a module's recurrent state after each of these paths, which are equally long and begin at the root."""
         # a forward by levels has kept the state after every node
         if self.levels:
             return [self.node_states[mixer][seq, path[-1]] for seq, path in paths.paths]

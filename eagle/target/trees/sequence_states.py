@@ -193,7 +193,7 @@ class SequenceStates:
             cache_row: the sequence's cache row.
             start: its length before.
             end: its length now.
-            states: the mixers' states after `end` tokens.
+            states: the state of each mixer (module that keeps one) after `end` tokens.
         """
         entry = self.entries[cache_row]
         # a snapshot where the sequence crosses a multiple of SNAPSHOT_TOKENS: a later prompt that shares the
