@@ -128,7 +128,8 @@ class Target(ChatMixin):
     def refresh(self, *, force: bool = False) -> None:
         """Make the reader again if the model was changed: by an adapter, a hook, a module or a value of its config.
 
-        Every call that opens or reads a sequence does so first. Open states keep the reader that they began with.
+        The reader runs the model over draft trees. Every call that opens or reads a sequence does so first. Open states
+        keep the reader that they began with.
 
         Args:
             force: make it again even if no change is seen, as of a change within an object that an attribute holds.

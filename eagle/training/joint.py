@@ -140,10 +140,10 @@ class Joint(nn.Module):
         return batch, original.features[:, 0]
 
     def states(self, tokens: Tensor) -> Tensor:
-        """Return [B, T, D], the LM head's input of width D at right-padded tokens [B, T], with gradients.
+        """Return [B, T, D], the LM head's input of width D at right-padded tokens [B, T].
 
-        No attention mask is needed: padding follows the tokens, and attention is causal. The heads' loss then reaches
-        the adapters.
+        Gradients are kept, so that the heads' loss reaches the adapters. No attention mask is needed: padding follows
+        the tokens, and attention is causal.
         """
         (body,) = self.body
         states: Tensor = body(input_ids=tokens, use_cache=False).last_hidden_state

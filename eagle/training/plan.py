@@ -303,7 +303,7 @@ class Dealer:
         return batch
 
     def _divisors_of(self, step: int) -> tuple[float, ...] | None:
-        """Return the numbers by which the head divides its loss terms, summed over all examples of a step.
+        """Return the step's divisors, by which the head divides its loss terms, from all examples of the step.
 
         None where each batch is divided by its own (a step is one part, or the loss is a mean over each sequence), and
         where the divisors must be counted first. A step may be split into several forwards, and its loss must not
@@ -329,7 +329,8 @@ class Dealer:
         Args:
             step: The step.
             batches: This process's batches from this step on; as many are taken as it has parts.
-            count_divisor: Returns a batch's divisor where only the head's forward knows it.
+            count_divisor: Returns a batch's divisor (the number of its loss terms) where only the head's forward knows
+                it.
             sum_over_processes: Returns the sum of a tensor over all processes.
         """
         # the examples of every part, of which each process takes every `processes`-th; and this process's factors
@@ -365,14 +366,15 @@ class Dealer:
         count_divisor: Callable[[Batch], Tensor],
         sum_over_processes: Callable[[Tensor], Tensor],
     ) -> Iterator[Part]:
-        """Yield this process's parts where the loss's divisors are known only once all processes have loaded theirs.
+        """Yield this process's parts where the numbers that divide the loss are known only once all parts are loaded.
 
         Args:
             parts: The indices of each part's examples.
             weights: The factor of each part; 0 for one that only repeats an example.
             batches: The batch of each part.
             supervised: A factor of every part's loss, from `_supervised_share`.
-            count_divisor: Returns a batch's divisor where only the head's forward knows it.
+            count_divisor: Returns a batch's divisor (the number of its loss terms) where only the head's forward knows
+                it.
             sum_over_processes: Returns the sum of a tensor over all processes.
         """
         # the N divisors of each part; a part that only repeats an example adds nothing

@@ -100,7 +100,10 @@ class _JointRun:
     commit: str
 
     def __post_init__(self) -> None:
-        """Plan the steps, prepare model and optimizer, and load the newest checkpoint, if there is one."""
+        """Plan the steps, prepare model and optimizer, and load the newest checkpoint, if there is one.
+
+        Called by the dataclass once its fields are set.
+        """
         accelerator = self.accelerator
         self.section = self.recipe.train  # `settings` is the section `joint`
         self.out = Path(self.section.out)

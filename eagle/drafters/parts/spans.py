@@ -511,9 +511,9 @@ def split_pieces(
         size: The most rows of a piece; None for the best size of the dtype.
 
     Yields:
-        For each piece of n rows: its rows among the wanted ones, as a slice; the columns that at least one of them
-        sees, one or two slices of all rows; and an additive mask [n, columns], minus infinity where a row does not see
-        a column. The mask may be of the last of the columns only: all rows see those before.
+        For each piece of n rows: its rows among the wanted ones, as a slice; the columns (keys) that at least one of
+        them sees, one or two slices of all rows; and an additive mask [n, columns], minus infinity where a row does not
+        see a column. The mask may be of the last of the columns only: all rows see those before.
     """
     size = size or PIECE.get(like.dtype, PIECE_ELSE)
     counts = (drafted,) if isinstance(drafted, int) else drafted
