@@ -52,7 +52,10 @@ class OnPolicyFeatures(LiveFeatures):
         self.student: Target | None = None
 
     def read(self, indices: Sequence[int]) -> list[Example]:
-        """Return the examples with newly sampled answers, and the target's features of them."""
+        """Return the examples with newly sampled answers, and the target's features of them.
+
+        In evaluation mode of the head, as for held-out examples, the answers are those of the data.
+        """
         if not self.head.training:
             return super().read(indices)
         # the training loop seeds torch in every step, so that the seed identifies the step

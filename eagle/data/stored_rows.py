@@ -190,7 +190,7 @@ def restore_features(
         parts: The parts of the store: sets of taps (layer inputs), each kept at the same slots.
         packed: Of each part, the packed rows of these sequences, one tensor for each field of the storage dtype.
         taps: The L taps of the features, in order.
-        loss_masks: [T] of each sequence, which decide at which slots it has rows.
+        loss_masks: [T] of each sequence, which decide at which slots (tokens) it has rows.
     """
     # of each part [N, L', D], with N rows of all sequences and L' taps
     values = [unpack_features(*tensors) for tensors in packed]

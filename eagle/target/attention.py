@@ -381,7 +381,10 @@ class Masks:
         make = cache(make)
 
         def mask_of(kind: str) -> Tensor:
-            """Return the mask of a layer type; one that the config does not list has a window by its name."""
+            """Return the attention mask of a layer type.
+
+            Whether a type that the config does not list has a sliding window is seen by its name, and so are chunks.
+            """
             window = self.windows.get(kind, self.window if WINDOWED_KINDS.search(kind) else None)
             return make(window, self.chunk if "chunk" in kind else None)
 

@@ -26,13 +26,11 @@ class DraftsLoss:
         """Make the hook, which torch calls after each forward of the head.
 
         Args:
-            policy: The section `train.on_policy` of the recipe.
+            policy: The section `train.on_policy` of the recipe: weights and kinds of the loss on drafts.
             dtype: That of the matrix products: "bfloat16" turns autocast on.
         """
-        self.policy = (
-            policy  # the section `train.on_policy`: weights and kinds of the loss on drafts
-        )
-        self.dtype = dtype  # of the matrix products
+        self.policy = policy
+        self.dtype = dtype
 
     def __call__(
         self, head: Any, inputs: tuple[Batch, TargetHead], losses: dict[str, Tensor]

@@ -100,11 +100,9 @@ class Checkpoints:
             folder: Where the folders `step-N` lie.
             keep: How many checkpoints stay on the disk.
         """
-        self.accelerator = (
-            accelerator  # it saves and loads what it has prepared: head, optimizer, random states
-        )
+        self.accelerator = accelerator
         self.folder = folder
-        self.keep = keep  # how many checkpoints stay on the disk
+        self.keep = keep
 
     def write(self, step: int, state: dict[str, Any]) -> str | None:
         """Write a checkpoint: all that the accelerator prepared (head, optimizer), and `state`.

@@ -129,10 +129,7 @@ class Keys:
 
 
 def short(value: Any) -> str:
-    """Return a value of unknown origin as text for a message, shortened.
-
-    It is printed on a terminal.
-    """
+    """Return a value of unknown origin as text for a message, shortened so that it can be printed on a terminal."""
     # Python refuses to print integers of thousands of digits
     if isinstance(value, int) and abs(value) > 10**30:
         return "an absurd number"

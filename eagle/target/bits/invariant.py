@@ -436,10 +436,10 @@ FIXED: dict[Any, Any] = {nn.Linear: FixedRowsLinear, PackedLinear: FixedRowsPack
 
 
 def fix_rows(model: nn.Module) -> None:
-    """Change the class of a module tree's linear layers in place, so that they read fixed numbers of rows.
+    """Let a module tree's linear layers compute a token's bits alike, however many tokens (rows) are read with it.
 
-    Their weights stay shared with other module trees. A token's bits then do not depend on how many tokens are read
-    with it.
+    A kernel may sum in another order for another number of rows. The layers' classes are changed in place to ones that
+    use only numbers with the same order. The weights stay shared with other module trees.
     """
     linears = []
     for module in model.modules():

@@ -123,6 +123,9 @@ class Projections:
     def compute(self, linear: Callable[[Tensor], Tensor], rows: Tensor, paths: Paths) -> Tensor:
         """Return [P, D, ..], a linear layer's output at the nodes of P paths, computed at most once per node.
 
+        The first run over the tree computes and keeps it; the run that commits a path picks its nodes from what was
+        kept.
+
         Args:
             linear: the layer's own forward.
             rows: [P, D, ..], its input at the nodes of P paths, padded to the D nodes of the longest.

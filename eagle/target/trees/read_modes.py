@@ -66,7 +66,8 @@ class TreeReadMode:
     def keeps_bits(self) -> bool:
         """Whether a token's bits should not depend on what is read with it.
 
-        Only rounding depends on it: a kernel may sum in another order.
+        A kernel may sum in another order for other shapes, which changes rounding. This mode avoids it by attention of
+        its own, or by sums in fp64.
         """
         return self.invariant or self.sums
 
