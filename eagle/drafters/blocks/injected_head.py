@@ -258,6 +258,11 @@ class InjectedHead(CompiledParts, ReducedVocab, TrainableDrafter):
         return 0 if self.settings.sample_from_anchor else 1
 
     @property
+    def first_state(self) -> int:
+        """The first slot of a block whose state is used; usually that of the root is not if it predicts nothing."""
+        return self.first_slot
+
+    @property
     def levels(self) -> int:
         """The number of levels that one forward gives, one token each."""
         return int(self.settings.slots) - self.first_slot
@@ -437,8 +442,7 @@ class InjectedHead(CompiledParts, ReducedVocab, TrainableDrafter):
                 drafted=self.drafted_in_window,
             )
             state = self._run(add_rows, block, attended.flatten(1, 2), residual)
-        # without the root's slot if that predicts nothing
-        states: Tensor = self.norm(state).unflatten(0, (-1, size))[:, self.first_slot :]
+        states: Tensor = self.norm(state).unflatten(0, (-1, size))[:, self.first_state :]
         return states
 
     def _tables_of(self, batch: Batch, like: Tensor) -> Callable[[Tensor], Pair]:
@@ -499,7 +503,9 @@ class InjectedHead(CompiledParts, ReducedVocab, TrainableDrafter):
         states = (
             torch.cat(chunks)
             if chunks
-            else self.fc.weight.new_empty(0, self.levels, self.shape.hidden_size)
+            else self.fc.weight.new_empty(
+                0, self.settings.slots - self.first_state, self.shape.hidden_size
+            )
         )
         level_states = self.read_levels(batch, anchors, states, target_head)
         head = self.lm_head(self.output_head(target_head))
