@@ -557,7 +557,7 @@ class InjectedHead(CompiledParts, ReducedVocab, TrainableDrafter):
         weight = self.fc.weight
         if self.reads_tokens and scored == rows:
             return self._probe_level(rows, requests)
-        state = InjectedState(self)
+        state = self.open()
         state.admit(0)
         cache_rows = state.take_rows([0])
         # a draft has at least one new token, the last root

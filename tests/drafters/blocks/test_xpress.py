@@ -211,6 +211,24 @@ def test_passes_choose_what_a_sampling_target_would(vocab: int | None) -> None:
     assert not differ(drafts(head, SLOTS, new_noise(), "likeliest"), naive_drafts(head))
 
 
+def test_a_draft_is_priced_with_its_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One forward over a block, and the refiner as often as it reads one; levels read no tokens."""
+    head = new_head(passes=3).bind(frozen_head())
+    assert head.forwards(Budget(10, SLOTS, 3)) == ()
+    read: list[torch.Size] = []
+    forward = Refiner.forward
+
+    def count_reads(refiner: Refiner, context: Tensor, previous: Tensor) -> Tensor:
+        read.append(previous.shape)
+        return forward(refiner, context, previous)
+
+    monkeypatch.setattr(Refiner, "forward", count_reads)
+    levels = head.probe(9, SLOTS + 2, 1)()
+    assert levels.logits.shape == (1, SLOTS - 1, VOCAB)
+    assert 1 <= len(read) <= 3
+    assert set(read) == {(1, SLOTS)}
+
+
 def forget_before(head: Any) -> RefinedState:
     """Return a state for which the root is the token before the root too, as in vLLM."""
     state = RefinedState(head)
