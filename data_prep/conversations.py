@@ -325,7 +325,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument(
         "--strict",
         action="store_true",
-        help="take the first record that would be dropped as an error",
+        help="stop with an error instead of dropping a record",
     )
     args = parser.parse_args(argv)
     tally = Tally()

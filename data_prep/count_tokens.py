@@ -1,4 +1,4 @@
-"""Count the tables to draft from: `eagle prepare RECIPE --only tokens --out FOLDER`."""
+"""Count tokens and pairs of tokens, to draft from: `eagle prepare RECIPE --only tokens --out FOLDER`."""
 
 # T tokens, V vocabulary
 
@@ -145,18 +145,20 @@ def report(tables: Tables) -> str:
 def main(argv: list[str]) -> None:
     """Count the tokens, save the tables, and print what was counted."""
     parser = command_line("eagle prepare --only tokens", __doc__)
-    parser.add_argument("--out", required=True, help="the folder to write, as runs/tiny/bigram")
+    parser.add_argument(
+        "--out", required=True, help="the folder to write, such as runs/tiny/bigram"
+    )
     parser.add_argument(
         "--kind",
         choices=("bigram", "unigram"),
         default="bigram",
-        help="pairs, or single tokens (default: bigram)",
+        help="count pairs of tokens, or only single tokens (default: bigram)",
     )
     parser.add_argument(
         "--text",
         nargs="+",
         type=Path,
-        help="plain text files, instead of the recipe's conversations",
+        help="count plain text files instead of the recipe's conversations",
     )
     args = parser.parse_intermixed_args(argv)
     recipe = Recipe.load(args.recipe, args.overrides)

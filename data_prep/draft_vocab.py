@@ -46,9 +46,11 @@ def report(counts: Tensor, size: int) -> str:
 def main(argv: list[str]) -> None:
     """Count the supervised tokens, save the most frequent, and print how many they cover."""
     parser = command_line("eagle prepare --only draft-vocab", __doc__)
-    parser.add_argument("--size", type=int, required=True, help="tokens in the draft vocabulary")
     parser.add_argument(
-        "--out", required=True, help="the file to write, as runs/tiny/draft_vocab.safetensors"
+        "--size", type=int, required=True, help="number of tokens in the draft vocabulary"
+    )
+    parser.add_argument(
+        "--out", required=True, help="the file to write, such as runs/tiny/draft_vocab.safetensors"
     )
     args = parser.parse_intermixed_args(argv)
     recipe = Recipe.load(args.recipe, args.overrides)

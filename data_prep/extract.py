@@ -1,4 +1,4 @@
-"""Conversations -> feature store: `eagle extract RECIPE [key=value ...]`.
+"""Store the target's hidden states for the training conversations: `eagle extract RECIPE [key=value ...]`.
 
 A run that was killed goes on where it was when the same command is given again, with any number of processes.
 `--forecast` tells size and time and stops; `--verify` reads every byte back; `--repair` computes anew what is broken;
@@ -37,16 +37,16 @@ def main(argv: list[str]) -> None:
         "--forecast",
         dest="forecast",
         action="store_true",
-        help="tell tokens, bytes and time, and stop",
+        help="only print the number of tokens, the disk space and the time",
     )
-    parser.add_argument("--verify", action="store_true", help="read every byte back")
     parser.add_argument(
-        "--repair", action="store_true", help="compute anew what is broken, and only that"
+        "--verify", action="store_true", help="check every file of an existing store"
     )
+    parser.add_argument("--repair", action="store_true", help="recompute only the damaged files")
     parser.add_argument(
         "--strict",
         action="store_true",
-        help="take the first record that would be dropped as an error",
+        help="stop with an error instead of dropping a record",
     )
     args = parser.parse_intermixed_args(argv)
     recipe = Recipe.load(args.recipe, args.overrides)

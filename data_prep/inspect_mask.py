@@ -1,4 +1,4 @@
-"""Show which tokens are supervised, and check the mask: `eagle prepare RECIPE --only masks`."""
+"""Show which tokens contribute to the loss, and check the mask: `eagle prepare RECIPE --only masks`."""
 
 from __future__ import annotations
 
@@ -180,8 +180,8 @@ def quartiles(lengths: Sequence[int]) -> str:
 def main(argv: list[str]) -> None:
     """Print and write what the recipe's data teach; end with an error if a check fails."""
     parser = command_line("eagle prepare --only masks", __doc__)
-    parser.add_argument("--count", type=int, default=3, help="conversations to show")
-    parser.add_argument("--html", metavar="PATH", help="write them there, too")
+    parser.add_argument("--count", type=int, default=3, help="number of conversations to show")
+    parser.add_argument("--html", metavar="PATH", help="also write them to an HTML page")
     args = parser.parse_intermixed_args(argv)
     recipe = Recipe.load(args.recipe, args.overrides)
     tokenizer = load_tokenizer(recipe)

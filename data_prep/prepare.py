@@ -1,4 +1,4 @@
-"""Write the target's own answers where the recipe asks for them, then show what of the data is learned."""
+"""Generate the training answers, if the recipe asks for them. Then show which tokens contribute to the loss."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ STEPS = ("answers", "masks", "overlap", "draft-vocab", "tokens")
 def main(argv: list[str]) -> None:
     """Regenerate the answers if the recipe has that section; show masks and counts."""
     parser = command_line("eagle prepare", __doc__)
-    parser.add_argument("--count", default="3", help="conversations to show")
-    parser.add_argument("--html", metavar="PATH", help="write them there, too")
+    parser.add_argument("--count", default="3", help="number of conversations to show")
+    parser.add_argument("--html", metavar="PATH", help="also write them to an HTML page")
     parser.add_argument(
         "--without-failed", action="store_true", help="finish without the conversations that failed"
     )
@@ -24,7 +24,7 @@ def main(argv: list[str]) -> None:
         "--only",
         action=ProgramOption,
         choices=STEPS,
-        help="run one step, which has options of its own: see `eagle help prepare --only STEP`",
+        help="run only one step; for its options, see `eagle help prepare --only STEP`",
     )
     args = parser.parse_intermixed_args(argv)
     recipe = [args.recipe, *args.overrides]

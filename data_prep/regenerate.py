@@ -1,4 +1,4 @@
-"""Replace the data's answers by the target's own: `eagle prepare RECIPE --only answers`."""
+"""Replace the answers in the data with answers of the target: `eagle prepare RECIPE --only answers`."""
 
 from __future__ import annotations
 
@@ -262,7 +262,7 @@ def run(argv: list[str]) -> str:
         "--forecast",
         dest="forecast",
         action="store_true",
-        help="say how long it would take, and stop",
+        help="only print how long it would take",
     )
     parser.add_argument(
         "--without-failed", action="store_true", help="finish without the conversations that failed"

@@ -15,13 +15,14 @@ INTRODUCTION = """# Command line
 
 <!-- written by `python -m docs_build.commands` from what `--help` prints -->
 
-`eagle VERB ...` is the same as `python -m eagle VERB ...`. RECIPE is a file, or the name of a recipe that comes with
-the package: `eagle recipes` lists them. `key=value` replaces a value of the recipe, as `train.lr=1e-3`;
-[recipe keys](recipes.md) lists all of them.
+These are the help texts of all commands. `eagle VERB ...` is the same as `python -m eagle VERB ...`.
+
+- RECIPE is a file, or the name of a shipped recipe. `eagle recipes` lists the shipped ones.
+- `key=value` overrides a [key of the recipe](recipes.md), for example `train.lr=1e-3`.
 """
 OLD_NAMES = """## Old names
 
-They go on working, with the same arguments.
+The old names still work, with the same arguments.
 
 | old | now |
 |---|---|"""

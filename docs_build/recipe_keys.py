@@ -27,9 +27,12 @@ INTRODUCTION = """# Recipe keys
 
 <!-- written by `python -m docs_build.recipe_keys` from the types that read recipes -->
 
-A recipe is a YAML file with one section for each part of a run. Every command takes `section.key=value` behind the
-recipe to replace a value. An unknown key is an error that names the nearest known one. The comments in the recipes that
-come with eagle say where their values come from.
+A recipe is a YAML file with one section for each part of a run. To override a value, add `section.key=value` after the
+recipe's name on the command line. If a key does not exist, the error message names the most similar key.
+
+- The [glossary](../quickstart.md#glossary) explains target, features, taps, level, supervised tokens and draft tree.
+- A *slot* is a position of a training batch from which the head predicts a token.
+- The comments in the shipped recipes give the source of each value.
 """
 NAMES = {
     int: "integer",
@@ -151,12 +154,12 @@ def page() -> str:
     sections.append(section("## On-policy", OnPolicySection, "train.on_policy."))
     sections.append(section("## Measured", MeasuredSection, "eval.drafters.NAME."))
     sections.append(section("## Budget", BudgetSection, "budget."))
-    sections.append("## Methods\n\nThe keys of `drafter`, for each `drafter.kind`.\n")
+    sections.append("## Methods\n\nThe keys of `drafter` for each `drafter.kind`.\n")
     for kind, method in DRAFTERS.items():
         if issubclass(method, TrainableDrafter):
             sections.append(method_section(kind, method))
     sections.append(
-        "## Comparison files\n\nA file for [`eagle compare`](../compare.md) holds these keys.\n"
+        "## Comparison files\n\nThe keys of a file for [`eagle compare`](../compare.md).\n"
     )
     sections.append(section("### Top level", ComparisonSection, ""))
     sections.append(section("### Arm", ArmSection, "arms.NAME."))

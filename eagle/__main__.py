@@ -30,75 +30,69 @@ class Verb(NamedTuple):
 GROUPS = {
     "Start": {
         "demo": Verb(
-            "recipes.tiny.demo", "a shipped head at work, then a head of your own: minutes"
+            "recipes.tiny.demo", "see the shipped head draft, then train one: some minutes"
         ),
         "demo --tiny-target": Verb(
             "recipes.tiny.make_target",
-            "train the tiny model of the recipes in tiny/, with its data",
+            "train the example model of the recipes in tiny/, and write its data",
         ),
         "init": Verb("recipes.init_recipe", "write a recipe for your model and your conversations"),
-        "recipes": Verb(
-            "eagle.command.copy_recipe", "list the recipes that come with eagle; copy one"
-        ),
-        "env": Verb("eagle.command.environment", "versions and devices, for a bug report"),
+        "recipes": Verb("eagle.command.copy_recipe", "list the shipped recipes, or copy one"),
+        "env": Verb("eagle.command.environment", "print versions and devices, for a bug report"),
     },
     "Train a head": {
         "prepare": Verb(
-            "data_prep.prepare", "write the target's own answers, show what is learned of them"
+            "data_prep.prepare", "generate the training answers, and show the loss mask"
         ),
         "prepare --only answers": Verb(
-            "data_prep.regenerate", "write the target's own answers, and no more"
+            "data_prep.regenerate", "only generate the training answers"
         ),
-        "prepare --only masks": Verb("data_prep.inspect_mask", "show which tokens are learned"),
+        "prepare --only masks": Verb(
+            "data_prep.inspect_mask", "show which tokens contribute to the loss"
+        ),
         "prepare --only overlap": Verb(
-            "recipes.overlap", "evaluation prompts that stand in the training data"
+            "recipes.overlap", "find evaluation prompts in the training data"
         ),
         "prepare --only draft-vocab": Verb(
             "data_prep.draft_vocab", "choose the tokens of a smaller draft vocabulary"
         ),
         "prepare --only tokens": Verb(
-            "data_prep.count_tokens", "count tables for drafters without weights"
+            "data_prep.count_tokens", "count tokens, for the drafters bigram and unigram"
         ),
-        "extract": Verb("data_prep.extract", "store the target's hidden features"),
-        "train": Verb("eagle.command.launcher", "train the head; --check tries it first", "train"),
-        "train --estimate": Verb("recipes.forecast", "memory, disk and hours of a run"),
-        "check-method": Verb(
-            "eagle.command.check_method", "check a method of your own by what all must hold"
+        "extract": Verb("data_prep.extract", "store the target's hidden states (features)"),
+        "train": Verb(
+            "eagle.command.launcher", "train the head; --check tries every stage first", "train"
         ),
+        "train --estimate": Verb("recipes.forecast", "forecast memory, disk and hours of a run"),
+        "check-method": Verb("eagle.command.check_method", "test a drafting method of your own"),
     },
     "Measure": {
-        "measure": Verb("eval.measure", "acceptance length and speed, beside plain decoding"),
+        "measure": Verb("eval.measure", "measure acceptance length and speedup"),
         "measure --verify": Verb(
-            "eval.lossless", "compare every answer with the untouched model's own"
+            "eval.lossless", "compare every answer with that of the unmodified model"
         ),
-        "measure --tune": Verb("eval.tune", "the draft tree that is fastest on this machine"),
-        "report": Verb("eval.report", "measurements as one page"),
+        "measure --tune": Verb("eval.tune", "find the fastest draft tree for this machine"),
+        "report": Verb("eval.report", "write a report of measurements"),
         "compare": Verb("eval.compare", "train and measure several methods on equal terms"),
     },
     "Use and ship": {
         "generate": Verb(
-            "eagle.command.generate", "stream an answer with drafts; no prompt: a conversation"
+            "eagle.command.generate", "answer a prompt with drafts, or chat in the terminal"
         ),
-        "export": Verb(
-            "eagle.command.ship", "write a head as a serving engine reads it", "run_export"
-        ),
+        "export": Verb("eagle.command.ship", "write a head for a serving engine", "run_export"),
         "push": Verb(
             "eagle.command.share",
-            "show what would go to a hub of a head or data; send it",
+            "upload a head or data to the hub",
             "run_push",
         ),
-        "push --card": Verb(
-            "eagle.command.write_card", "write the README.md of a head or of data, for a hub"
-        ),
-        "pull": Verb(
-            "eagle.command.share", "bring them from a hub, every file verified", "run_pull"
-        ),
-        "import": Verb("eagle.command.ship", "read a head that another tool wrote", "run_import"),
+        "push --card": Verb("eagle.command.write_card", "write the model card or dataset card"),
+        "pull": Verb("eagle.command.share", "download a head or data from the hub", "run_pull"),
+        "import": Verb("eagle.command.ship", "convert a head of another tool", "run_import"),
         "inspect": Verb(
-            "eagle.command.ship", "what a checkpoint is, and which traps it holds", "run_inspect"
+            "eagle.command.ship", "identify a checkpoint, and list its faults", "run_inspect"
         ),
         "doctor": Verb(
-            "eagle.command.ship", "why a head accepts as little as it does", "run_doctor"
+            "eagle.command.ship", "find out why few draft tokens are accepted", "run_doctor"
         ),
     },
 }
@@ -136,11 +130,11 @@ TRUST_CODE = "EAGLE_TRUST_CODE"
 # environment variables that switch off the progress bars of Hugging Face's libraries
 BARS = ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")
 HELP = {"-h", "--help"}
-USAGE = "usage: eagle VERB [arguments]      `eagle help VERB` tells the arguments of one"
+USAGE = "usage: eagle VERB [arguments]      `eagle help VERB` explains the arguments"
 FOR_ALL = """\
 train, prepare, extract and measure take --processes N. All verbs take -q (no
-progress), --plugin PATH.py (methods of your own, by their names there) and
---trust-code (run the method.py beside a head of others: read it first)."""
+progress), --plugin PATH.py (load methods of your own) and --trust-code (allow
+the method.py in a head's folder to run: read this file first)."""
 
 
 def main(argv: list[str] | None = None) -> None:

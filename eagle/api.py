@@ -44,31 +44,31 @@ def generate(
     """Return the target's answer to a prompt, accelerated by a drafter that does not change it.
 
     Args:
-        target: The model whose answers these are.
-        drafter: A drafter, or the name of one: a folder, a hub id, or a method without weights as "ngram".
-        prompt: The text of a user's message, a list of messages, or token ids as a list, tensor or tokenizer's output;
-            or a list of several of these.
-        temperature: Of the sampling; 0, the default, takes the likeliest token.
-        top_p: Sample from the likeliest tokens of this total probability.
-        top_k: Sample from this many of the likeliest tokens.
-        seed: Of the sampling.
-        sampling: All settings of the sampling in its place; one for all prompts or one for each. With one for all,
-            each prompt gets the next request number, so that each has its own noise.
-        max_new_tokens: For all prompts or for each.
+        target: The model that answers.
+        drafter: A drafter, or its name: a head's folder or hub id, or a method without weights, such as "ngram".
+        prompt: The text of a user's message, a list of messages, or token ids as a list, tensor or tokenizer's output.
+            For several prompts, a list of these.
+        temperature: Sampling temperature; 0, the default, is greedy.
+        top_p: Sample only from the most probable tokens with this total probability.
+        top_k: Sample only from this many of the most probable tokens.
+        seed: Seed for sampling.
+        sampling: A `Sampling`, in place of the four arguments above; one for all prompts, or a list with one per
+            prompt. With one for all, each prompt has its own random numbers.
+        max_new_tokens: Length limit of an answer; one for all prompts, or a list with one per prompt.
         stop: A token id, a string, or several; None means the target's stop tokens, an empty list none.
-        budget: What is drafted, or a policy that decides; by default the drafter's.
-        timing: Whether traces keep the seconds of cycles.
-        trace: An empty `Trace` to write to, or one for each prompt.
-        batch_size: The most prompts at once; a prompt begins when an earlier one has ended.
-        max_tokens_in_cache: The most tokens of prompts, answers and drafts at once, padded to the longest.
+        budget: The draft tree, or a policy that chooses it; by default the drafter's budget.
+        timing: Whether traces record the seconds of each cycle.
+        trace: An empty `Trace` to write to, or one per prompt.
+        batch_size: Maximum number of prompts decoded at once; the next prompt starts when one has ended.
+        max_tokens_in_cache: Maximum number of tokens in the KV cache, including padding.
 
     Returns:
-        A `Trace` with `text`, `tokens` and `acceptance_length`; for several prompts, or any list with a `batch_size`, a
-        list of traces in the prompts' order.
+        A `Trace` with `text`, `tokens` and `acceptance_length`. For several prompts, or with a `batch_size`, a list of
+        traces in the order of the prompts.
 
     Raises:
-        Exception: An error that ends the only answer, or every answer. One that ends some of several stays on its
-            trace, `trace.error`, and a warning counts them.
+        Exception: If the only answer, or every answer, failed. If some of several fail, `trace.error` has the
+            exception, and a warning counts them.
 
     Example:
         >>> target = Target.load("runs/demo/target")  # doctest: +SKIP
@@ -114,7 +114,7 @@ def stream(
     """Yield new tokens as they are committed, as lists with a `text`.
 
     The arguments are those of `generate`. With several prompts, or a `batch_size`, items are pairs (index of the
-    prompt, new tokens). A forward of the target commits the accepted draft tokens and one of its own.
+    prompt, new tokens). Each forward pass of the target adds the accepted draft tokens and one more token.
 
     Example:
         >>> for new in stream(target, "ngram", "Count to ten."):  # doctest: +SKIP
@@ -151,18 +151,18 @@ def train(
 
     Args:
         model: A folder, a hub id or a GGUF file; or a model of transformers, which is saved into the output folder.
-        tokenizer: The model's; None where the model is named by a path.
-        conversations: A file, a hub dataset, or a list of records with `messages`, whose answers should be the model's.
-        method: The head's, such as "eagle3".
-        output_dir: The folder of the run: checkpoints, metrics, and the head in `head`.
-        settings: Keys of a recipe's section `train`, as `lr=1e-4, epochs=2`, and whole sections, as
+        tokenizer: The model's tokenizer; None if `model` is a path or hub id.
+        conversations: A file, a hub dataset, or a list of records with `messages`. The answers should be the model's.
+        method: The method to train, such as "eagle3".
+        output_dir: Folder for checkpoints, metrics and the head, which is in `head`.
+        settings: Keys of the section `train` of a recipe, such as `lr=1e-4, epochs=2`, and whole sections, such as
             `drafter={"draft_vocab": 8192}` or `data={"max_length": 1024}`.
 
     Returns:
         The folder of the head, which `generate` and `load_drafter` take.
 
     Raises:
-        ValueError: For unknown settings, or data that nothing can be learned of.
+        ValueError: For unknown settings, or if no token of the data contributes to the loss.
 
     Example:
         >>> head = train("my/model", None, "chats.jsonl", method="eagle3", output_dir="runs/mine")  # doctest: +SKIP
@@ -191,18 +191,18 @@ def measure(
     output_dir: str | Path,
     **settings: Any,
 ) -> Any:
-    """Measure drafters beside plain decoding, as `eagle measure` does, and return the results.
+    """Measure drafters and plain decoding, as `eagle measure` does, and return the results.
 
     Args:
         target: A folder, a hub id or a GGUF file.
-        drafters: The name of one drafter; or several by their names in the tables, each a name or a dict as in a
-            recipe's `eval.drafters`.
+        drafters: The name of a drafter. For several, a dict from labels to names, or to dicts as in `eval.drafters`
+            of a recipe.
         prompts: A file of prompts or conversations.
-        output_dir: The folder that gets `results.jsonl`; what is there already is not measured again.
-        settings: Keys of a recipe's section `eval`, as `count=40, temperatures=(0.0, 1.0)`.
+        output_dir: Folder for `results.jsonl`; answers that are already in this file are not measured again.
+        settings: Keys of the section `eval` of a recipe, such as `count=40, temperatures=(0.0, 1.0)`.
 
     Returns:
-        The results, whose `groups()` hold acceptance length and speed of each drafter.
+        The results; `groups()` has the acceptance length and speed of each drafter.
 
     Example:
         >>> results = measure("my/model", "runs/mine/head", "prompts.jsonl", output_dir="runs/mine")  # doctest: +SKIP

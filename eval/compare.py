@@ -1,8 +1,8 @@
 """Compare methods: `eagle compare COMPARISON.yaml [key=value ...] [--report]`.
 
 Every arm of the file is trained with every seed, and measured on the same prompts; `docs/compare.md` explains the file.
-A comparison that was killed goes on when the same command is given again. With `--report` the table is made anew from
-the results that are there, without any training.
+To resume an interrupted comparison, repeat the command. With `--report`, the table is rebuilt from existing results,
+without training.
 """
 
 from __future__ import annotations
@@ -166,9 +166,9 @@ def main(argv: list[str]) -> None:
     """Compare, and print the table."""
     parser = argparse.ArgumentParser(prog="eagle compare", description=__doc__)
     parser.add_argument("comparison", help="a YAML file, such as recipes/compare/tiny.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="laid over the file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key")
     parser.add_argument(
-        "--report", action="store_true", help="the table of the results that are there"
+        "--report", action="store_true", help="only rebuild the table from existing results"
     )
     parser.add_argument("--json", action="store_true", help=JSON_HELP)
     args = parser.parse_intermixed_args(argv)

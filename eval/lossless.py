@@ -1,4 +1,4 @@
-"""Compare drafted output with the untouched model's own: `eagle measure RECIPE --verify`."""
+"""Compare the output with that of the unmodified model: `eagle measure RECIPE --verify`."""
 
 # V vocabulary
 
@@ -505,19 +505,19 @@ def main(argv: list[str]) -> None:
     """Compare, print the verdicts, and write them beside the results; ends with 1 if output differs."""
     parser = command_line("eagle measure --verify", __doc__)
     parser.add_argument(
-        "--batch-size", type=int, metavar="N", help="sequences at a time (default: the recipe's)"
+        "--batch-size", type=int, metavar="N", help="batch size (default: the recipe's)"
     )
     parser.add_argument(
         "--truth",
         choices=get_args(Truth),
         default="steps",
-        help="the model's own answers: by steps of one token over its cache, as in generate, or by a forward over the "
-        "whole text for each token (default: %(default)s)",
+        help="how the unmodified model decodes: token by token with a KV cache, as in generate, or with a forward pass "
+        "over the whole sequence for each token (default: %(default)s)",
     )
     parser.add_argument(
         "--with-float32",
         action="store_true",
-        help="compare with the model in float32 too, which needs memory for a third set of weights",
+        help="also compare with the model in float32, which needs memory for a third copy of the weights",
     )
     parser.add_argument("--json", action="store_true", help=JSON_HELP)
     args = parser.parse_intermixed_args(argv)

@@ -1,4 +1,4 @@
-"""Measure drafters, always beside `none`: `eagle measure RECIPE [key=value ...]`."""
+"""Measure drafters and compare them with `none`: `eagle measure RECIPE [key=value ...]`."""
 
 from __future__ import annotations
 
@@ -331,13 +331,13 @@ def main(argv: list[str]) -> None:
     """Measure the recipe's drafters, append the rows to results.jsonl and print the table."""
     parser = command_line("eagle measure", __doc__)
     parser.add_argument(
-        "--again", action="store_true", help="measure anew; the rows that are there are kept aside"
+        "--again", action="store_true", help="measure again; another file keeps the earlier results"
     )
     parser.add_argument(
         "--verify",
         action=ProgramOption,
         nargs=0,
-        help="compare every answer with the model's own: see `eagle help measure --verify`",
+        help="compare every answer with the unmodified model's: see `eagle help measure --verify`",
     )
     parser.add_argument(
         "--tune",

@@ -1,4 +1,4 @@
-"""Results as a page or as a table: `eagle report RESULTS.jsonl [MORE.jsonl ...] [--html OUT] [--markdown]`."""
+"""Write results as a page or a table: `eagle report RESULTS.jsonl [MORE.jsonl ...] [--html OUT] [--markdown]`."""
 
 from __future__ import annotations
 
@@ -498,17 +498,15 @@ def main(argv: list[str]) -> None:
         "results",
         nargs="+",
         type=Path,
-        help="what eval.measure wrote; several are compared by prompt",
+        help="results of `eagle measure`; several files are compared prompt by prompt",
     )
     parser.add_argument(
         "--html",
         type=Path,
         metavar="OUT",
-        help="where the page goes (default: beside the first file)",
+        help="the page to write (default: in the folder of the first file)",
     )
-    parser.add_argument(
-        "--markdown", action="store_true", help="print a table for a README, and write no page"
-    )
+    parser.add_argument("--markdown", action="store_true", help="only print a table in Markdown")
     args = parser.parse_args(argv)
     if args.markdown:
         for path in args.results:

@@ -1,8 +1,8 @@
-"""The fastest budget for a head on this machine: `eagle measure RECIPE --tune`.
+"""Find the fastest budget for a head on this machine: `eagle measure RECIPE --tune`.
 
-Bare forwards are timed, the target answers the tuning prompts once, and every candidate is replayed along its answers:
-exactly the cycles that it would decode in. Tokens per second are those cycles at the prices of the bare forwards; a
-drafter that takes no forwards pays for its drafts what they took in the replays.
+Single forward passes are timed, and the target answers the tuning prompts once. Every candidate is replayed on these
+answers, and accepts the same tokens as in decoding. Its tokens per second are calculated from these replays and times.
+For a drafter without forward passes, the time of its drafts is that of the replays.
 """
 
 from __future__ import annotations
@@ -469,19 +469,19 @@ def main(argv: list[str]) -> None:
     """Time bare forwards, replay the candidates, print what they would bring, and say what to decode with."""
     parser = command_line("eagle measure --tune", __doc__)
     parser.add_argument(
-        "--write", action="store_true", help="put the budget into the head's config.json"
+        "--write", action="store_true", help="store the fastest budget in the head's config.json"
     )
     parser.add_argument(
-        "--drafter", metavar="NAME", help="one of eval.drafters, instead of the recipe's head"
+        "--drafter", metavar="NAME", help="tune one of eval.drafters instead of the recipe's head"
     )
     parser.add_argument(
         "--trees",
         type=int,
         metavar="N",
-        help="try only N of the tree shapes, from all sizes, and all chains; 0 tries chains alone",
+        help="try all chains, but only N of the tree shapes; 0 tries only chains",
     )
     parser.add_argument(
-        "--exhaustive", action="store_true", help="replay every candidate, and compare the choice"
+        "--exhaustive", action="store_true", help="replay every candidate, to check the search"
     )
     parser.add_argument("--json", action="store_true", help=JSON_HELP)
     args = parser.parse_intermixed_args(argv)

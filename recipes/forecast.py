@@ -1,4 +1,4 @@
-"""Disk, memory and hours before a run: `eagle train [RECIPE ...] --estimate` prints them as Markdown."""
+"""Forecast disk, memory and hours of a run: `eagle train [RECIPE ...] --estimate` prints them as Markdown."""
 
 from __future__ import annotations
 
@@ -457,19 +457,20 @@ def main(argv: list[str]) -> None:
     """Print the forecasts of the recipes that are named, or of all shipped recipes and published targets."""
     parser = recipe_parser("eagle train --estimate", __doc__)
     parser.add_argument(
-        "words", nargs="*", metavar="RECIPE|key=value", help="recipes, and key=value laid over each"
+        "words",
+        nargs="*",
+        metavar="RECIPE|key=value",
+        help="recipes, and overrides for all of them",
     )
     parser.add_argument(
-        "--processes",
-        "--cards",
-        type=int,
-        default=CARDS,
-        help="GPUs that share a step (default: 8)",
+        "--processes", "--cards", type=int, default=CARDS, help="number of GPUs (default: 8)"
     )
     parser.add_argument(
-        "--tflops", type=float, default=TFLOPS, help="that a GPU computes a second (default: 300)"
+        "--tflops", type=float, default=TFLOPS, help="TFLOP/s of a GPU (default: 300)"
     )
-    parser.add_argument("--conversations", type=int, help="of the data, where that is not known")
+    parser.add_argument(
+        "--conversations", type=int, help="number of conversations, if the recipe has no count"
+    )
     parser.add_argument("--json", action="store_true", help=JSON_HELP)
     args = parser.parse_intermixed_args(argv)
     with json_alone(args.json) as write_json:

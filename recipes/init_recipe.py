@@ -35,17 +35,17 @@ SERVER = "http://localhost:8000/v1"  # where vLLM and SGLang listen by default
 
 
 def main(argv: list[str]) -> None:
-    """Write a commented recipe for a model and a file of conversations, to be read, edited and run."""
+    """Write a recipe with comments for a model and a file of conversations."""
     parser = argparse.ArgumentParser(prog="eagle init", description=main.__doc__)
     parser.add_argument(
         "--model", "--target", required=True, help="a folder, a hub id or a GGUF file"
     )
-    parser.add_argument("--data", required=True, metavar="FILE", help="conversations to learn from")
+    parser.add_argument("--data", required=True, metavar="FILE", help="conversations for training")
     parser.add_argument(
         "--method",
         default="eagle1",
         choices=sorted(PUBLISHED_RATES),
-        help="what to train (default: eagle1)",
+        help="method to train (default: eagle1)",
     )
     parser.add_argument(
         "-o",
@@ -55,7 +55,7 @@ def main(argv: list[str]) -> None:
         help="the recipe to write (default: head.yaml)",
     )
     parser.add_argument(
-        "--trust-remote-code", action="store_true", help="run code of the model's repository"
+        "--trust-remote-code", action="store_true", help="run code from the model's repository"
     )
     args = parser.parse_args(argv)
     if args.out.exists():
@@ -146,6 +146,7 @@ def render_recipe(
     key = {
         "eagle1": "loss_vocab",
         "hass": "loss_vocab",
+        "mtp": "loss_vocab",
         "eagle3": "draft_vocab",
         "peagle": "draft_vocab",
     }.get(kind)

@@ -1,7 +1,7 @@
 """Find evaluation prompts in the training data: `eagle prepare RECIPE --only overlap`.
 
-A prompt is found where 13 of its tokens in a row stand in an example, or where a conversation asks the same, whatever
-its case and punctuation.
+A prompt is listed if it shares 13 consecutive tokens with a training example, or if a training conversation asks the
+same question, apart from case and punctuation.
 """
 
 from __future__ import annotations

@@ -10,14 +10,14 @@ from eagle.device import check_device
 
 
 def main(argv: list[str]) -> None:
-    """Check what every method must hold, on a tiny model that is made on the spot; status 1 if something does not."""
+    """Run the checks that every method must pass, on a tiny model with random weights; status 1 if one fails."""
     parser = argparse.ArgumentParser(prog="eagle check-method", description=main.__doc__)
     parser.add_argument("method", help="PATH.py:CLASS, or the name of a method")
     parser.add_argument(
-        "--fast", action="store_true", help="leave out the slow checks: seconds instead of minutes"
+        "--fast", action="store_true", help="omit the slow checks, which take minutes"
     )
     parser.add_argument(
-        "--device", default="cpu", help="where to check it, as `cuda` (default: %(default)s)"
+        "--device", default="cpu", help="device, such as `cuda` (default: %(default)s)"
     )
     args = parser.parse_args(argv)
     # called for its refusal, before anything is printed

@@ -22,10 +22,10 @@ FOLDERS = {
 
 
 def main(argv: list[str]) -> None:
-    """List the recipes that come with eagle; with a name, print that recipe, or copy it to edit it."""
+    """List the shipped recipes. With a name, print this recipe, or copy it to a file."""
     parser = argparse.ArgumentParser(prog="eagle recipes", description=main.__doc__)
     parser.add_argument("name", nargs="?", metavar="NAME", help="such as tiny/eagle1")
-    parser.add_argument("--copy", type=Path, metavar="FILE", help="write the recipe there")
+    parser.add_argument("--copy", type=Path, metavar="FILE", help="file for the copy")
     parser.add_argument("--json", action="store_true", help=JSON_HELP)
     args = parser.parse_args(argv)
     with json_alone(args.json) as write_json:

@@ -28,7 +28,7 @@ PACKAGES = (
 
 
 def main(argv: list[str]) -> None:
-    """Print versions, processor and devices, to be pasted into a bug report."""
+    """Print versions, processor and devices, for a bug report."""
     parser = argparse.ArgumentParser(prog="eagle env", description=main.__doc__)
     parser.add_argument("--json", action="store_true", help=JSON_HELP)
     args = parser.parse_args(argv)

@@ -38,10 +38,9 @@ from eagle.target.target import Target
 
 
 def main(argv: list[str]) -> None:
-    """Stream an answer to a prompt, or talk in the terminal, drafted by a head or a method without weights.
+    """Answer a prompt, or chat in the terminal, with drafts of a head or of a method without weights.
 
-    Without drafter and target, talk to SmolLM2-135M-Instruct with the head that comes with eagle: the first time, the
-    model is downloaded.
+    Without arguments, chat with SmolLM2-135M-Instruct and the shipped head. The model is downloaded the first time.
     """
     parser = argparse.ArgumentParser(prog="eagle generate", description=main.__doc__)
     parser.add_argument(
@@ -49,49 +48,45 @@ def main(argv: list[str]) -> None:
         nargs="?",
         help="a head's folder or hub id, or a method without weights, such as ngram",
     )
-    parser.add_argument(
-        "prompt", nargs="?", help="what the user says; without it, a conversation in the terminal"
-    )
+    parser.add_argument("prompt", nargs="?", help="the question; without it, chat in the terminal")
     parser.add_argument(
         "--target",
         "--model",
         help="the model that answers: a folder, a hub id or a GGUF file; needed with a drafter",
     )
     parser.add_argument(
-        "--image", action="append", default=[], metavar="PATH", help="an image before the prompt"
+        "--image", action="append", default=[], metavar="PATH", help="image before the prompt"
     )
     parser.add_argument(
-        "--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token"
+        "--temperature", type=float, default=0.0, help="default: 0, which is greedy"
     )
     parser.add_argument(
-        "--seed", type=int, default=0, help="of what is sampled: the same seed, the same answer"
+        "--seed", type=int, default=0, help="seed for sampling, which makes answers reproducible"
     )
     parser.add_argument(
-        "--max-new-tokens", type=int, help="of an answer (default: 128, in a conversation 512)"
+        "--max-new-tokens", type=int, help="length limit of an answer (default: 128, in a chat 512)"
     )
     parser.add_argument(
         "--compare",
         action="store_true",
-        help="decode without drafts too: how much faster, and equal?",
+        help="also decode without drafts, and compare speed and output",
     )
     parser.add_argument(
         "--option",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="of the drafter: of a method without weights, or draft_vocab=FILE of a head",
+        help="option of the drafter, such as draft_vocab=FILE for a head",
     )
     parser.add_argument(
-        "--policy", action="store_true", help="draft as many levels in each cycle as pay, or none"
+        "--policy", action="store_true", help="choose the draft length, or no draft, in each cycle"
+    )
+    parser.add_argument("--typical", action="store_true", help="typical acceptance, which is LOSSY")
+    parser.add_argument(
+        "--beams", type=int, metavar="N", help="print the best answer of a beam search"
     )
     parser.add_argument(
-        "--typical", action="store_true", help="LOSSY: accept what the target finds likely enough"
-    )
-    parser.add_argument(
-        "--beams", type=int, metavar="N", help="the best answer of a beam search, not a greedy one"
-    )
-    parser.add_argument(
-        "--dtype", help="of the target; by default what is fastest here, and to compare float32"
+        "--dtype", help="of the target; default: the fastest, or float32 with --compare"
     )
     args = parser.parse_intermixed_args(argv)
     if (args.drafter is None) != (args.target is None):

@@ -11,11 +11,11 @@ from eagle.recipe.command_lines import command_line, parse_train
 from eagle.shipped import DEMO, find_recipe
 
 CHECKS = """\
-  --check              try every stage on two batches, tell memory and hours, and stop
-  --estimate           compute memory, disk and hours without running anything: see `eagle help train --estimate`"""
+  --check              try every stage on two batches, forecast memory and hours, and stop
+  --estimate           forecast memory, disk and hours without running anything: see `eagle help train --estimate`"""
 USAGE = """\
-  --processes N        how many share the work, one a GPU
-  --config_file FILE   settings of accelerate: a file, or ddp, zero2, zero3, two_machines; with N the default is ddp
+  --processes N        number of processes, one per GPU
+  --config_file FILE   configuration of accelerate: a file, or ddp (the default), zero2, zero3, two_machines
   --machine_rank N, --main_process_ip IP, --main_process_port PORT   for two_machines"""
 
 ESTIMATE = "train --estimate"

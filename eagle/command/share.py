@@ -21,30 +21,30 @@ from eagle.recipe.plain_yaml import parse_yaml
 
 
 def run_push(argv: list[str]) -> None:
-    """Show what would go to a hub, and where; with --yes, send it."""
+    """Show what would be uploaded to the hub. With --yes, upload it."""
     parser = argparse.ArgumentParser(prog="eagle push", description=run_push.__doc__)
     parser.add_argument(
         "path", type=Path, help="a head, an export, a feature store, or answers of `eagle prepare`"
     )
     parser.add_argument(
-        "name", metavar="OWNER/NAME", help="the repository, made if it is not there"
+        "name", metavar="OWNER/NAME", help="the repository; created if it does not exist"
     )
-    parser.add_argument("--private", action="store_true", help="make it a private one")
+    parser.add_argument("--private", action="store_true", help="create a private repository")
     parser.add_argument(
         "--also",
         type=Path,
         action="append",
         default=[],
         metavar="FOLDER",
-        help="an export, sent beside",
+        help="an export to upload in a subfolder",
     )
-    parser.add_argument("--yes", action="store_true", help="send it")
+    parser.add_argument("--yes", action="store_true", help="upload the files")
     # only for the help: with --card `eagle` runs the program that writes the card
     parser.add_argument(
         "--card",
         action=ProgramOption,
         nargs=0,
-        help="write its README.md and send nothing: see `eagle help push --card`",
+        help="only write the card (README.md): see `eagle help push --card`",
     )
     args = parser.parse_args(argv)
     check_name(args.name)
@@ -192,15 +192,15 @@ def _size(count: float) -> str:
 
 
 def run_pull(argv: list[str]) -> None:
-    """Bring a head, features or answers from a hub, with every file verified."""
+    """Download a head, features or answers from the hub, and verify every file."""
     parser = argparse.ArgumentParser(prog="eagle pull", description=run_pull.__doc__)
     parser.add_argument(
         "name",
         metavar="OWNER/NAME",
-        help="the repository; datasets/OWNER/NAME where a head has the name, too",
+        help="the repository; datasets/OWNER/NAME if a head has the same name as a dataset",
     )
     parser.add_argument(
-        "out", type=Path, metavar="OUT", help="a new folder, or one that holds a part of it"
+        "out", type=Path, metavar="OUT", help="a new folder, or one with a part of the files"
     )
     parser.add_argument("--revision", help="a branch, a tag or a commit")
     args = parser.parse_args(argv)

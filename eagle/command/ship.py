@@ -17,17 +17,15 @@ from eagle.formats.reading.target_files import embedding_dtype
 from eagle.log import JSON_HELP, json_alone
 from eagle.target.target import Target
 
-TARGET = "the model that the head drafts for: a folder or a hub id"
+TARGET = "the head's target: a folder or a hub id"
 
 
 def run_export(argv: list[str]) -> None:
-    """Write a head in the layout that an engine reads."""
+    """Write a head in the file layout of a serving engine."""
     parser = argparse.ArgumentParser(prog="eagle export", description=run_export.__doc__)
     parser.add_argument("head", help="the head's folder")
     parser.add_argument("--target", "--model", required=True, help=TARGET)
-    parser.add_argument(
-        "--to", required=True, choices=list(EXPORTERS), help="the engine that will read it"
-    )
+    parser.add_argument("--to", required=True, choices=list(EXPORTERS), help="the engine or layout")
     parser.add_argument("out", help="the folder to write")
     args = parser.parse_args(argv)
     head = load_head(args.head)
@@ -43,22 +41,22 @@ def run_export(argv: list[str]) -> None:
 
 
 def run_import(argv: list[str]) -> None:
-    """Make a head of this project from one that another tool or an export wrote."""
+    """Convert a head of another tool, or an export, for use with eagle."""
     parser = argparse.ArgumentParser(prog="eagle import", description=run_import.__doc__)
     parser.add_argument(
-        "folder", help="the checkpoint of the other tool, or an export: a folder or a hub id"
+        "folder", help="the other tool's checkpoint, or an export: a folder or a hub id"
     )
     parser.add_argument("out", help="the folder to write")
     parser.add_argument(
         "--target",
         "--model",
-        help=f"{TARGET}; needed where its embedding or sizes are not in the checkpoint",
+        help=f"{TARGET}; needed if its embedding or sizes are not in the checkpoint",
     )
     parser.add_argument(
-        "--taps", help="inputs of which layers it reads, as 2,16,29, where its config does not tell"
+        "--taps", help="layers whose inputs it reads, such as 2,16,29, if its config lacks them"
     )
     parser.add_argument(
-        "--norm-output", choices=list(MEANINGS), help="what reads the normed state, by norm_output"
+        "--norm-output", choices=list(MEANINGS), help="what reads the normalised output of the head"
     )
     args = parser.parse_args(argv)
     try:
@@ -71,14 +69,12 @@ def run_import(argv: list[str]) -> None:
 
 
 def run_inspect(argv: list[str]) -> None:
-    """Tell what a checkpoint is, and which known traps it holds; status 1 if one of them is fatal."""
+    """Identify a checkpoint, and list its known faults; status 1 if one of them is fatal."""
     parser = argparse.ArgumentParser(prog="eagle inspect", description=run_inspect.__doc__)
     parser.add_argument(
         "folder", help="a head, an export or another tool's checkpoint: a folder or a hub id"
     )
-    parser.add_argument(
-        "--target", "--model", help=f"{TARGET}, with which the checkpoint is compared"
-    )
+    parser.add_argument("--target", "--model", help=f"{TARGET}, to compare the checkpoint with")
     parser.add_argument("--json", action="store_true", help=JSON_HELP)
     args = parser.parse_args(argv)
     with json_alone(args.json) as write_json:
@@ -90,27 +86,27 @@ def run_inspect(argv: list[str]) -> None:
 
 
 def run_doctor(argv: list[str]) -> None:
-    """Tell why a head accepts as little as it does; status 1 if it is broken.
+    """Find out why few draft tokens of a head are accepted; status 1 if the head is broken.
 
-    It takes minutes, and tells about how many after the first answers; --tokens makes it shorter.
+    This takes minutes, and --tokens makes it shorter.
     """
     parser = argparse.ArgumentParser(prog="eagle doctor", description=run_doctor.__doc__)
     parser.add_argument("head", help="a head's folder or hub id")
     parser.add_argument("--target", "--model", required=True, help=TARGET)
-    parser.add_argument("--prompts", help="a file of conversations; by default a few questions")
+    parser.add_argument("--prompts", help="a file of prompts; by default twelve built-in questions")
     parser.add_argument(
         "--tokens",
         type=int,
         metavar="N",
-        help="that the target answers with in all (default: 5760): with a fifth, the doctor takes about a fifth of "
-        "the time, and is less sure",
+        help="number of tokens to decode (default: 5760); with fewer, the doctor is faster but may miss "
+        "small faults",
     )
     parser.add_argument(
-        "--server", help="address of a running vLLM or SGLang, whose acceptance is compared"
+        "--server", help="address of a running vLLM or SGLang server, to compare its acceptance"
     )
     parser.add_argument(
         "--base",
-        help="the head's own target; tells what it loses on TARGET, a fine-tune or adapter",
+        help="the base model; shows how much acceptance the head keeps on TARGET, a fine-tuned model or adapter",
     )
     parser.add_argument("--json", action="store_true", help=JSON_HELP)
     args = parser.parse_args(argv)

@@ -11,18 +11,18 @@ from eagle.formats.card import model_card
 
 
 def main(argv: list[str]) -> None:
-    """Write the README.md that a hub shows: what this is, what it was made from, how to load it."""
+    """Write the model card or dataset card (README.md): what the files are, how they were made, how to load them."""
     parser = argparse.ArgumentParser(prog="eagle push --card", description=main.__doc__)
     parser.add_argument(
         "path",
         type=Path,
-        help="a head, a feature store, or conversations that `eagle prepare` wrote",
+        help="a head, a feature store, or answers that `eagle prepare` generated",
     )
     parser.add_argument(
         "repository",
         nargs="?",
         metavar="OWNER/NAME",
-        help="on the hub (default: the folder's name)",
+        help="name on the hub (default: the folder's name)",
     )
     parser.add_argument("--name", metavar="OWNER/NAME", help="the same, as an option")
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: README.md in the folder")

@@ -20,21 +20,23 @@ Draw = Literal["noise", "likeliest", "sampled"]
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How much a drafter may propose in one cycle: draft nodes, levels, and children per node."""
+    """The limits of a draft: nodes, levels, and children per node."""
 
-    nodes: int = 10  # draft tokens, the root not counted
-    depth: int = 10  # levels
-    top_k: int = 10  # children of a node, and candidates of a level
-    paths: Paths | None = None  # a fixed tree: the ranks on the way to each node; see `fixed`
-    draw: Draw = "noise"  # how children are chosen where the target samples
-    # the drafter's logits are multiplied by it before a tree without paths is grown: 1 is EAGLE-2's rule, None is
-    # the drafter's default
+    nodes: int = 10  # maximum number of draft tokens, without the root
+    depth: int = 10  # maximum number of levels
+    top_k: int = 10  # maximum number of children of a node, and of parents in a level
+    paths: Paths | None = None  # a fixed tree, see `fixed`; None: a dynamic tree
+    draw: Draw = "noise"  # how draft tokens are chosen if the target samples
+    # factor for the drafter's logits when a dynamic tree is built; 1 is EAGLE-2's rule, None the drafter's default
     sharpness: float | None = None
-    # nodes get no children where the drafter predicts a lower probability that a child is accepted; None: no threshold
+    # a node gets no children if their predicted acceptance rate is lower; None: no threshold
     confidence: float | None = None
 
     def __post_init__(self) -> None:
-        """Check the fields; ValueError names the field, what it holds and what is expected."""
+        """Check the fields; ValueError names the field, what it holds and what is expected.
+
+        Users make budgets, so that a mistake is named here and not in the middle of a forward.
+        """
         # object.__setattr__, because a frozen dataclass refuses to set its fields in any other way
         for name in ("nodes", "depth", "top_k"):
             value = whole(f"Budget.{name}", getattr(self, name))
@@ -96,8 +98,8 @@ class Budget:
         """Return a budget with a fixed tree shape, such as EAGLE-1's (`eagle.core.tree.PUBLISHED_TREE`).
 
         Args:
-            paths: For each draft node the ranks among siblings on the way to it: ((0,), (1,), (0, 0)) are two children
-                of the root, and one child of the first. Every node on the way must be named as well.
+            paths: For each draft token, the ranks among siblings on the path to it: ((0,), (1,), (0, 0)) is a tree with
+                two children of the root, and one child of the first. Every token on a path must have its own entry.
             draw: How children are chosen where the target samples (`Draw`).
             confidence: The least predicted probability of acceptance at which a node gets children; None: no threshold.
         """
@@ -114,11 +116,14 @@ class Budget:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it allows no draft tokens."""
+        """Whether it allows no draft tokens, so that the target decodes one token at a time."""
         return min(self.nodes, self.depth, self.top_k) == 0
 
     def within(self, levels: int) -> Budget:
-        """Return this budget with a depth of at most `levels`; it allows no drafts if these are 0 or fewer."""
+        """Return this budget with a depth of at most `levels`; it allows no drafts if these are 0 or fewer.
+
+        The decoding loop calls it in each cycle, because an answer may end before a full draft would.
+        """
         if self.depth <= levels:
             return self
         return replace(self, depth=max(levels, 0))
@@ -156,11 +161,9 @@ class Policy(Protocol):
 
         A cycle is one draft, one forward of the target, and the tokens on which both agree.
         """
-        ...
 
     def learn(self, cycle: Any) -> None:
         """Learn from the outcome of a cycle (`eagle.core.trace.Cycle`): its tree, accepted nodes and seconds."""
-        ...
 
 
 def describe_budget(budget: Mapping[str, Any]) -> str:

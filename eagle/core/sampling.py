@@ -102,24 +102,23 @@ OFF |= {
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the target samples: transformers' warpers in transformers' order, and the seed of its noise.
+    """How the target samples. The settings have the names and the order of transformers.
 
-    Drafting keeps the target's distribution, except with `typical` (typical acceptance, by its epsilon and delta) or
-    with a `lenience` below 1: both are LOSSY, and the output then depends on the drafter.
+    Drafts do not change the output's distribution, except with `typical` or with a `lenience` below 1, which are LOSSY.
     """
 
-    temperature: float = 0.0  # 0 takes the likeliest token
-    top_k: int = 0  # sample from so many of the likeliest tokens; 0 from all
-    top_p: float = 1.0  # sample from the likeliest tokens of this total probability
-    min_p: float = 0.0  # sample from tokens at least this likely, relative to the likeliest
-    repetition_penalty: float = 1.0  # of tokens that the sequence holds already; 1 is none
-    seed: int = 0  # of the noise
-    request: int = 0  # number of the sequence: sequences with one seed have noise of their own
-    # of verification, for sampled drafts: each token by itself, or whole paths, which accepts at least as many
+    temperature: float = 0.0  # 0 is greedy
+    top_k: int = 0  # sample only from this many of the most probable tokens; 0: from all
+    top_p: float = 1.0  # sample only from the most probable tokens with this total probability
+    min_p: float = 0.0  # minimum probability of a token, relative to the most probable one
+    repetition_penalty: float = 1.0  # penalty for tokens that are in the sequence; 1: none
+    seed: int = 0  # seed of the random numbers
+    request: int = 0  # number of the sequence: with one seed, each number has other random numbers
+    # how sampled drafts are verified: token by token, or as whole paths, of which at least as many tokens are accepted
     rule: Literal["token", "block"] = "token"
     # LOSSY: with either of these the output does not follow the target's distribution
     lenience: float = 1.0  # LOSSY below 1
-    # LOSSY: typical acceptance, by its epsilon and delta
+    # LOSSY: typical acceptance with (epsilon, delta)
     typical: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
@@ -154,7 +153,10 @@ class Sampling:
             self._check_typical()
 
     def _check_typical(self) -> None:
-        """Refuse invalid bounds, and typical acceptance with a greedy target or another acceptance rule."""
+        """Refuse invalid bounds, and typical acceptance with a greedy target or another acceptance rule.
+
+        Typical acceptance takes epsilon and delta (Medusa).
+        """
         bounds = self.typical if isinstance(self.typical, tuple) else ()
         are_valid = all(isinstance(bound, float | int) and 0 < bound <= 1 for bound in bounds)
         if len(bounds) != 2 or not are_valid:
@@ -182,10 +184,10 @@ class Sampling:
 
         Args:
             processors: Each at most once, in transformers' order.
-            fields: Further fields of the sampling, as the seed. The temperature is 1 if no processor sets it.
+            fields: Other fields of the sampling, such as the seed. The temperature is 1 if no processor sets it.
 
         Raises:
-            ValueError: For processors or options of theirs that no sampling has.
+            ValueError: For processors or options that `Sampling` does not support.
         """
         if isinstance(processors, (str, bytes)) or not isinstance(processors, Iterable):
             raise ValueError(
@@ -222,6 +224,8 @@ class Sampling:
 def _refuse_options(name: str, processor: Any) -> None:
     """Refuse a supported logits processor that has an option, beside its main one, that `warp` does not follow.
 
+    Drafted tokens could not be verified under such an option.
+
     Args:
         name: The processor's class.
         processor: The processor, whose attributes are its options.
@@ -247,7 +251,7 @@ def warp(logits: Tensor, sampling: Sampling) -> Tensor:
     """Return logits after temperature, top-k, top-p and min-p, whose softmax the target samples from; -inf if removed.
 
     Args:
-        logits: [N, V], of V tokens at N places, as after N nodes of a tree, after any repetition penalty.
+        logits: [N, V], of V tokens after each of N nodes of a tree; a repetition penalty is applied already.
         sampling: With a temperature above 0.
     """
     # each filter takes its probabilities over the tokens that the one before it has left, as in transformers
@@ -269,6 +273,8 @@ def warp(logits: Tensor, sampling: Sampling) -> Tensor:
 
 def rank_tokens(logits: Tensor, count: int) -> Tensor:
     """Return the tokens of the highest logits, highest first; of equal logits the lowest token id first.
+
+    The order of equal logits is fixed, so that drafts are the same on all devices.
 
     Args:
         logits: [K, V], of V tokens at K places.
@@ -297,9 +303,11 @@ def rank_tokens(logits: Tensor, count: int) -> Tensor:
 def _take_lowest(logits: Tensor, values: Tensor, tokens: Tensor) -> Tensor:
     """Return the C best tokens at K places, [K, C]; of the tokens whose logit equals the last of them, the lowest ids.
 
+    torch's `topk` returns any of several equal values; this replaces them by those with the lowest ids.
+
     Args:
         logits: [K, V], of V tokens.
-        values: [K, C], the C highest logits, highest first, as `topk` returns them.
+        values: [K, C], the C highest logits, highest first, as torch's `topk` returns them.
         tokens: [K, C], the tokens of these logits, with any of the equal ones.
     """
     vocab_size = logits.shape[-1]
@@ -316,7 +324,7 @@ def _take_lowest(logits: Tensor, values: Tensor, tokens: Tensor) -> Tensor:
 
 
 def in_fp32(logits: Tensor) -> Tensor:
-    """Return logits in fp32, in which probabilities are computed; those in fp64 stay as they are."""
+    """Return logits in fp32, in which probabilities are computed; fp64 stays, as bf16 is too coarse."""
     return logits if logits.dtype == torch.float64 else logits.float()
 
 

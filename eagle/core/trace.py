@@ -19,17 +19,17 @@ GREEN = "#2da44e"  # legible on a white and on a dark page
 
 @dataclass(frozen=True, slots=True)
 class Cycle:
-    """One cycle of one sequence: the proposed tree, the accepted nodes, and the seconds of each part of the cycle."""
+    """One cycle of one sequence: the proposed tree, the accepted nodes, and the time of each part."""
 
-    # without its `draft_probs`, which take much memory
+    # the proposed tree, without `draft_probs`, which would need much memory
     tree: DraftTree = field(compare=False, repr=False)
     kept: tuple[int, ...]  # accepted nodes of the tree, without the root
-    committed: int  # new tokens of the answer, after cutting at a stop
-    context: int  # tokens in the target's cache before the cycle
-    # "draft", "target", "verify" and "other"; all sequences of a batch share them. None without timing
+    committed: int  # number of new tokens of the answer, up to a stop
+    context: int  # number of tokens in the target's KV cache before the cycle
+    # seconds of "draft", "target", "verify" and "other", for the whole batch; None without timing
     seconds: dict[str, float] | None = None
-    number: int = field(default=0, compare=False)  # the index of the cycle in its decoding
-    rows: int = field(default=1, compare=False)  # sequences that the cycle decoded in a batch
+    number: int = field(default=0, compare=False)  # index of the cycle
+    rows: int = field(default=1, compare=False)  # number of sequences in the batch
 
     @property
     def nodes(self) -> int:
@@ -38,7 +38,7 @@ class Cycle:
 
     @property
     def depth(self) -> int:
-        """The levels of the proposed tree below its root."""
+        """The number of levels of the proposed tree below its root, which is the longest path of draft tokens."""
         return max(self.tree.depths())
 
     @property
@@ -48,7 +48,10 @@ class Cycle:
 
     @property
     def path(self) -> list[int]:
-        """The rank of each accepted token among its siblings, from 0: which of the drafter's proposals was right."""
+        """The rank of each accepted token among its siblings, from 0: which of the drafter's proposals was right.
+
+        Tuning counts these ranks, to find the tree shape with the most accepted tokens.
+        """
         children = self.tree.children()
         edges = pairwise((0, *self.kept))
         return [children[parent].index(node) for parent, node in edges]
@@ -81,10 +84,10 @@ class Trace:
     prompt: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     cycles: list[Cycle] = field(default_factory=list)
-    finish: str = "running"  # at the end "stop", "length", or "error"
+    finish: str = "running"  # why it ended: "stop", "length" or "error"
     tokenizer: Any = field(default=None, repr=False)
     stop_string: str | None = None  # the stop string that ended the answer
-    # the error that ended this sequence alone, while others of the batch went on
+    # the error that ended this sequence, but not the others of the batch
     error: Exception | None = field(default=None, compare=False)
 
     def __repr__(self) -> str:
@@ -110,7 +113,8 @@ class Trace:
     def cut(self, count: int) -> None:
         """End the answer after its first `count` tokens, and lower `committed` of the cycles that wrote the others.
 
-        The trace is changed in place, and its `finish` becomes "stop".
+        The trace is changed in place, and its `finish` becomes "stop". `committed` is the number of tokens that a
+        cycle, one draft and its verification, has added to the answer.
         """
         excess = len(self.tokens) - count
         del self.tokens[count:]
@@ -124,10 +128,10 @@ class Trace:
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens committed per cycle, which is one target forward; 0 without cycles.
+        """Mean number of tokens per cycle, usually one forward pass of the target; 0 without cycles.
 
-        The token that the target adds after the accepted drafts counts. The prompt's forward, its token, and tokens
-        that were cut off at the end of the answer do not.
+        The token that the target adds to each draft counts. The prefill, its token, and tokens that were cut off at the
+        end of the answer do not.
         """
         if not self.cycles:
             return 0.0
@@ -152,7 +156,10 @@ class Trace:
 
     @property
     def drafted(self) -> list[bool]:
-        """For each token of the answer, whether it is an accepted draft; the target chose the others itself."""
+        """For each token of the answer, whether it is an accepted draft; the target chose the others itself.
+
+        The target chose the others after each accepted draft.
+        """
         # the first token is chosen after the prompt, before any draft; there may be none yet
         marks = [False] * min(len(self.tokens), 1)
         for cycle in self.cycles:
@@ -211,7 +218,7 @@ class Spelling:
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        """Begin a text without tokens; calls add them."""
+        """Begin a text without tokens; each call adds one token, decoded by `tokenizer`."""
         self.tokenizer = tokenizer
         self.tokens: list[int] = []
         # tokens[begin:end] is decoded as context: it decides whether the next token begins with a space
@@ -235,7 +242,7 @@ class Spelling:
         return new
 
     def rest(self) -> str:
-        """Return the text of the tokens that are still held back, decoded after the tokens before them."""
+        """Return the text of the tokens that were not returned yet, such as a part of a character."""
         context = self._decode(self.begin, self.end)
         text = self._decode(self.begin, len(self.tokens))
         return text[len(context) :]

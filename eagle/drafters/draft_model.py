@@ -62,14 +62,15 @@ class DraftModelSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     kind: Literal["draft_model"] = "draft_model"
-    # a causal language model to start from; by default fresh weights of the sizes below
+    # causal language model to start from; null: a new model of the sizes below
     model: str | None = None
-    layers: int = Field(2, ge=1)  # of a fresh model
-    hidden_size: int | None = None  # of a fresh model; by default the target's
-    intermediate_size: int | None = None  # of a fresh model's MLP
-    # what is minimized; "tokens": cross-entropy with the sequence
+    layers: int = Field(2, ge=1)  # number of layers of a new model
+    hidden_size: int | None = None  # hidden size of a new model; by default the target's
+    intermediate_size: int | None = None  # MLP width of a new model
+    # the loss: a divergence from the target, or "tokens": cross-entropy with the tokens of the data
     divergence: Divergence = "forward_kl"
-    samples: Literal["data", "own"] = "data"  # learn on the data's answers, or on the model's own
+    # train on the answers in the data, or on answers that the draft model samples
+    samples: Literal["data", "own"] = "data"
 
 
 class DraftModel(TrainableDrafter):

@@ -427,14 +427,14 @@ def load_drafter(
     trust_code: bool = False,
     **options: Any,
 ) -> Drafter:
-    """Load a drafter for a target, which is bound to it and ready to draft.
+    """Load a drafter for a target.
 
     Args:
-        name: A folder or hub id (trained head, table of counts, language model) or a method's name. Several, in a list
-            or separated by commas, are tried in order until one proposes a draft.
+        name: A folder or hub id (trained head, table of counts, language model) or a method's name. For each draft,
+            several drafters, in a list or separated by commas, are tried in order until one proposes tokens.
         target: The model that the drafter drafts for.
-        revision: The revision of a head on the hub.
-        trust_code: Whether a head may bring the file of its method, which is run.
+        revision: Branch, tag or commit of a head on the hub.
+        trust_code: Whether the file `method.py` in a head's folder may run.
         options: What methods without weights take. A head that borrows the target's LM head takes `draft_vocab`, a
             file of `eagle prepare --only draft-vocab`: it then drafts these tokens alone, without logits of others. A
             head trained with `drafter.loss_vocab` drafts the tokens that it was trained on, or with "all" all tokens.
@@ -567,9 +567,25 @@ def _load_one(
     own_tokens = getattr(head, "loss_tokens", None)
     if draft_vocab is None and own_tokens is not None:
         draft_only(bound, own_tokens)
-    elif draft_vocab not in (None, ALL_TOKENS):
+    elif draft_vocab == ALL_TOKENS:
+        _check_unrestricted(bound, draft_vocab)
+    elif draft_vocab is not None:
         restrict_drafts(bound, draft_vocab)
     return bound
+
+
+def _check_unrestricted(head: TrainableDrafter, draft_vocab: str) -> None:
+    """Raise ValueError if a head was trained with a draft vocabulary of its own, which no option changes.
+
+    Args:
+        head: The head, bound to its target.
+        draft_vocab: The option's value, for the message.
+    """
+    if head.drafts is not None:
+        raise ValueError(
+            f"draft_vocab is {draft_vocab}, and this {head.settings.kind} was trained with a draft vocabulary of "
+            f"{len(head.drafts)} tokens: leave the option out"
+        )
 
 
 def restrict_drafts(head: TrainableDrafter, draft_vocab: str) -> None:
@@ -591,11 +607,7 @@ def restrict_drafts(head: TrainableDrafter, draft_vocab: str) -> None:
             f"draft_vocab is {draft_vocab}, and {kind} does not draft by the target's LM head alone: expected one of "
             f"{', '.join(_names_that_borrow())}; others choose their draft vocabulary before they are trained"
         )
-    if head.drafts is not None:
-        raise ValueError(
-            f"draft_vocab is {draft_vocab}, and this {kind} was trained with a draft vocabulary of {len(head.drafts)} "
-            "tokens: leave the option out"
-        )
+    _check_unrestricted(head, draft_vocab)
     # a mask of the tokens to draft, over the vocabulary; the offsets d2t say the same and are not needed
     _, t2d = load_draft_vocab(draft_vocab)
     target_head = head.target_head

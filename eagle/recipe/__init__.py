@@ -33,84 +33,85 @@ class Section(BaseModel):
 
 
 class TargetSection(Section):
-    """The frozen model that a head is made for."""
+    """The model that the head speeds up. It is not trained."""
 
-    path: str  # a folder, a hub id, or a GGUF file: one on disk, or owner/name:file.gguf of the hub
+    # a folder, a hub id or a GGUF file (a path, or owner/name:file.gguf for one on the hub)
+    path: str
     revision: str | None = None  # a branch, tag or commit of the hub id
-    # float32, bfloat16 or float16; "auto" is bfloat16 where the device multiplies in it, but float32 for
-    # `eagle measure` on a CPU
+    # float32, bfloat16 or float16; "auto": bfloat16 if the device supports it, but float32 for `eagle measure` on a
+    # CPU
     dtype: str = "auto"
-    trust_remote_code: bool = False  # run modeling code that the checkpoint brings
-    adapter: str | None = None  # a LoRA adapter, merged into the model at load
-    device_map: str | None = None  # "auto" spreads a target that no single device holds
-    images: bool = False  # the class that sees, where the model's type has one for text alone, too
-    # weights on a CPU in a layout that is faster to read; null: in bfloat16 alone
+    trust_remote_code: bool = False  # run modeling code from the checkpoint's repository
+    adapter: str | None = None  # a LoRA adapter, which is merged into the model when it is loaded
+    device_map: str | None = None  # "auto" spreads the target over all devices
+    images: bool = False  # load the class with vision, for models that also have a text-only class
+    # store the weights on a CPU in a layout for faster verification; null: only in bfloat16
     packed: bool | None = None
 
 
 class DataSection(Section):
-    """The conversations to learn from."""
+    """The conversations for training and measuring."""
 
-    train: str  # conversations: a file, a folder of files, a hub dataset, or a mix of such
-    heldout: str | None = None  # conversations kept apart for measuring; no stage learns from them
-    split: str = "train"  # the split of a hub dataset
-    # the commit of a hub dataset; if pinned, a change of the data is noticed
+    # the training conversations: a file, a folder of files, a hub dataset or a [mix](#mix)
+    train: str
+    heldout: str | None = None  # conversations for measuring; they are never used for training
+    split: str = "train"  # split of the hub dataset
+    # commit of the hub dataset; if set, later changes of the dataset are noticed
     revision: str | None = None
-    # use only the first conversations, this many; of regenerate.source, too
+    # use only the first so many conversations, also of regenerate.source
     limit: int | None = Field(None, ge=1)
-    # go on with what can be read of files that are damaged beyond a few lines
-    allow_broken: bool = False
-    # the folder of the images that records name; null: records with images are dropped
+    allow_broken: bool = False  # continue with the readable records of a damaged file
+    # folder of the images that records name; null: records with images are dropped
     images: str | None = None
-    max_length: int = Field(2048, ge=8)  # tokens of a conversation; what follows is cut off
-    # which answers are learned: all of a conversation, or only the last
+    # maximum number of tokens of a conversation; the rest is cut off
+    max_length: int = Field(2048, ge=8)
+    # supervise all answers of a conversation, or only the last
     turns: Literal["all", "last"] = "all"
     # a Jinja file, for tokenizers without a chat template or with a wrong one
     template: str | None = None
-    drop_duplicates: bool = False  # leave out conversations that ask what an earlier one asks
-    # the folder for tokens and masks, made once; null: within Hugging Face's cache of assets
+    drop_duplicates: bool = False  # keep only the first conversation with each question
+    # folder for the tokenised conversations; null: in Hugging Face's assets cache
     cache: str | None = None
-    num_proc: int | None = Field(None, ge=1)  # processes that tokenise; null: as many as processors
-    template_kwargs: dict[
-        str, Any
-    ] = {}  # arguments of the chat template: enable_thinking, reasoning_effort, a date
+    # number of processes that tokenise; null: one per CPU core
+    num_proc: int | None = Field(None, ge=1)
+    # arguments of the chat template, such as enable_thinking, reasoning_effort or a date
+    template_kwargs: dict[str, Any] = {}
 
 
 Addresses = str | Annotated[tuple[str, ...], Field(min_length=1)]
 
 
 class RegenerateSection(Section):
-    """Replacing the data's answers by the target's own."""
+    """The target's own answers, which replace those in the data."""
 
-    source: str  # conversations whose answers are replaced, as in data.train, which names `out`
-    out: str  # the file that gets the new conversations
-    # OpenAI-compatible servers, as http://localhost:8000/v1; if null, decode here
+    source: str  # conversations whose answers are replaced
+    out: str  # file for the new conversations; set data.train to the same file
+    # OpenAI-compatible servers, such as http://localhost:8000/v1; null: generate the answers here
     endpoint: Addresses | None = None
-    # the model to ask a server for; by default the one it lists that is the target
+    # the server's name for the target; by default the name in its list that matches the target
     model: str | None = None
-    # the environment variable with the servers' API key, if they want one
+    # environment variable with the servers' API key, if they need one
     key_variable: str = "EAGLE_API_KEY"
-    in_flight: int = Field(32, ge=1)  # requests to each server at a time
-    timeout: float = Field(600.0, gt=0)  # seconds in which a server must give a whole answer
-    # seconds in which a server must take a connection, and list its models
+    in_flight: int = Field(32, ge=1)  # number of concurrent requests to each server
+    timeout: float = Field(600.0, gt=0)  # time limit for a whole answer, in seconds
+    # time limit for connecting to a server and listing its models, in seconds
     connect_timeout: float = Field(10.0, gt=0)
-    # how often an answer is asked for before its conversation counts as failed
-    attempts: int = Field(6, ge=1)
-    batch_size: int = Field(16, ge=1)  # conversations decoded at a time, without an endpoint
-    # a method or a head's folder that speeds up decoding here; several by commas
+    attempts: int = Field(6, ge=1)  # number of attempts before a conversation counts as failed
+    batch_size: int = Field(16, ge=1)  # conversations decoded at a time, if there is no endpoint
+    # drafter that speeds up generation here: a method or a head's folder, or several, separated by commas
     drafter: str = "none"
-    # limit on the tokens of a batch, padding included
+    # maximum number of tokens of a batch in the KV cache, including padding
     max_tokens_in_cache: int | None = Field(None, ge=1)
-    max_new_tokens: int = Field(1024, ge=1)  # tokens of one answer
-    temperature: float = Field(0.0, ge=0)  # 0 takes the likeliest token; above 0 samples
-    # sample from the likeliest tokens of this total probability
+    max_new_tokens: int = Field(1024, ge=1)  # maximum number of tokens of an answer
+    temperature: float = Field(0.0, ge=0)  # 0: greedy; above 0: sampled
+    # sample only from the most probable tokens with this total probability
     top_p: float = Field(1.0, gt=0, le=1)
-    seed: int = 0  # of the sampling
-    # learn from answers that were cut off, too: what they say, and no end
+    seed: int = 0  # seed for sampling
+    # train on answers that reached max_new_tokens, too (without an end token)
     keep_truncated: bool = True
-    # conversations made of each one, with other answers; needs a temperature above 0
+    # number of answers per conversation; more than 1 needs a temperature above 0
     samples: int = Field(1, ge=1)
-    # what a server tells apart as the reasoning before an answer
+    # what to do with reasoning that a server returns in a separate field
     reasoning: Literal["keep", "drop"] = "keep"
 
     @model_validator(mode="after")
@@ -130,22 +131,25 @@ class RegenerateSection(Section):
 
 
 class FeaturesSection(Section):
-    """Where the target's hidden states are kept, and how."""
+    """Where and how the target's hidden states are stored."""
 
-    # the folder of stored hidden states; if null, they are computed while training
+    # folder of the stored hidden states; null: compute them during training
     store: str | None = None
-    dtype: Literal["float32", "bfloat16", "float8", "float6"] = "bfloat16"  # of the stored states
-    shard_bytes: int = Field(1_000_000_000, ge=1)  # size of one file of the store
-    # tokens of one forward of the target; by default what suits it
+    # dtype of the stored states
+    dtype: Literal["float32", "bfloat16", "float8", "float6"] = "bfloat16"
+    shard_bytes: int = Field(1_000_000_000, ge=1)  # size of one file of the store, in bytes
+    # tokens per forward pass of the target; by default chosen automatically
     batch_tokens: int | None = Field(None, ge=1)
-    shard_target: bool = False  # without a store: spread the target's layers over all processes
+    # if the states are computed during training: spread the target's layers over all processes
+    shard_target: bool = False
 
 
 class DrafterSection(BaseModel):
-    """Which method; the other keys are that method's settings, which it checks."""
+    """The method and its settings."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
-    kind: str  # the method, or PATH.py:CLASS of one's own; its other keys are listed under [methods](#methods)
+    # the method, or PATH.py:CLASS for your own; the other keys depend on it (see [methods](#methods))
+    kind: str
 
 
 Divergence = Literal[
@@ -154,78 +158,81 @@ Divergence = Literal[
 
 
 class OnPolicySection(Section):
-    """Learning from the head's own drafts, where the target writes answers with them during training."""
+    """Training on the head's own drafts, with which the target generates answers during training."""
 
-    # of a step's conversations that get a new answer; the others are the data's
+    # share of the conversations of a step that get a new answer
     share: float = Field(0.5, gt=0, le=1)
-    # steps whose answers are written at once, with the head as it is then
+    # number of steps for which answers are generated at once, with the current head
     every: int = Field(16, ge=1)
-    depth: int = Field(5, ge=1)  # tokens of a draft
-    temperature: float = Field(1.0, ge=0)  # of the answers
-    weight: float = Field(1.0, ge=0)  # of what is learned from drafts, beside the loss of the data
-    # from the target's probs, for what drew a token that the target accepted
+    depth: int = Field(5, ge=1)  # length of the drafts, in tokens
+    temperature: float = Field(1.0, ge=0)  # temperature of the answers
+    weight: float = Field(1.0, ge=0)  # weight of this loss, relative to the loss on the data
+    # divergence from the target's distribution at accepted draft tokens
     accepted: Divergence = "cross_entropy"
-    # and for what drew one that it did not, or one behind such a token
-    rejected: Divergence = "reverse_kl"
-    # weight of each token behind the first rejected one, relative to the last
+    rejected: Divergence = "reverse_kl"  # divergence from the first rejected draft token on
+    # weight of each token after the first rejected one, relative to the token before it
     decay: float = Field(0.8, ge=0, le=1)
 
 
 class TrainSection(Section):
-    """One training run."""
+    """The training run."""
 
-    out: str  # the folder of the run: checkpoints, metrics and the head
-    init: str | None = None  # a head to start from, instead of fresh weights
-    # a shorter run with schedule `wsd`, to go on from where its learning rate began to fall
+    out: str  # folder of the run, for checkpoints, metrics and the head
+    init: str | None = None  # head to start from; null: new weights
+    # folder of a shorter run with schedule `wsd`; this run continues from the point where its learning rate began
+    # to fall
     stem: str | None = None
-    processes: int | None = Field(None, ge=1)  # refuse to start with another number of processes
+    # if set, refuse to start with another number of processes
+    processes: int | None = Field(None, ge=1)
     compile: bool = False  # compile parts of the head with torch.compile
-    shard_head: bool = False  # spread the head's weights, gradients and moments over all processes
+    # spread the head's weights, gradients and optimizer states over all processes
+    shard_head: bool = False
     epochs: int = Field(1, ge=1)  # passes over the data
-    max_steps: int | None = Field(None, ge=1)  # stop after so many steps
-    batch_size: int = Field(4, ge=1)  # conversations in a step, over all processes
-    # parts of a step, computed in turn; more parts need less memory
+    max_steps: int | None = Field(None, ge=1)  # maximum number of optimizer steps
+    batch_size: int = Field(4, ge=1)  # conversations per step, in all processes together
+    # number of parts into which each process splits its share of a batch; more parts need less memory
     accumulation: int = Field(1, ge=1)
-    # of the matrix products; weights stay in float32
+    # dtype of matrix products; weights stay in float32
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    lr: float = Field(3e-5, gt=0)  # the highest learning rate
-    betas: tuple[float, float] = (0.9, 0.95)  # of AdamW
-    weight_decay: float = Field(0.0, ge=0)  # of AdamW
-    clip: float = Field(0.5, gt=0)  # limit on the gradients; .inf for none
-    # whether `clip` limits the norm of all gradients, or each value
-    clip_by: Literal["norm", "value"] = "norm"
-    # how the learning rate falls after warm-up
+    lr: float = Field(3e-5, gt=0)  # peak learning rate
+    betas: tuple[float, float] = (0.9, 0.95)  # betas of AdamW
+    weight_decay: float = Field(0.0, ge=0)  # weight decay of AdamW
+    clip: float = Field(0.5, gt=0)  # limit for gradient clipping; .inf for none
+    clip_by: Literal["norm", "value"] = "norm"  # clip the norm of all gradients, or each value
+    # how the learning rate changes after warm-up
     schedule: Literal["linear", "cosine", "constant", "wsd"] = "linear"
-    # the last share of the steps, in which `wsd` falls linearly
+    # share of the steps at the end in which `wsd` decays linearly
     decay_share: float = Field(0.2, gt=0, le=1)
-    # steps that the schedule is made for; by default those of the run
+    # length of the schedule in steps; by default that of the run
     schedule_steps: int | None = Field(None, ge=1)
-    warmup: float = Field(0.05, ge=0)  # steps of warm-up; below 1, a share of `schedule_steps`
-    final_lr: float = Field(0.0, ge=0, le=1)  # where the schedule ends, as a share of `lr`
-    # of the loss: a step's slots, each sequence's, or all its tokens
+    # length of the warm-up: below 1 a share of `schedule_steps`, otherwise a number of steps
+    warmup: float = Field(0.05, ge=0)
+    final_lr: float = Field(0.0, ge=0, le=1)  # final learning rate, as a share of `lr`
+    # average of the loss: over the supervised tokens of a step, within each sequence first (`texts`), or over all
+    # tokens
     mean_over: Literal["step", "texts", "all"] = "step"
-    # a slot counts if the token that it predicts (or reads) does
+    # a slot enters the loss if the token that it predicts, or the token that it reads, is supervised
     gate: Literal["predicted", "read"] = "predicted"
-    seed: int = 0  # of weights, order of the data and noise
-    validation: float = Field(0.05, ge=0, lt=1)  # share of the conversations that is held out
-    # steps between validations; by default once an epoch
+    seed: int = 0  # seed for weights, data order and noise
+    # share of the conversations that is held out for validation
+    validation: float = Field(0.05, ge=0, lt=1)
+    # steps between validations; by default one epoch
     validate_every: int | None = Field(None, ge=1)
-    # held-out prompts to decode; by default 24 where the target is in memory
+    # number of held-out prompts to decode at each validation; by default 24 if the target is loaded, otherwise 0
     decode: int | None = Field(None, ge=0)
-    # what `head/` is: the head that accepts most, or the last
+    # which head is saved in `head/`: the one with the highest acceptance length, or the last
     choose: Literal["best", "last"] = "best"
-    # end the run when so many validations brought no better head
+    # end the run after so many validations without a better head
     patience: int | None = Field(None, ge=1)
-    # learn from the head's own drafts, too; {} for the defaults
+    # also train on the head's own drafts; {} for the defaults
     on_policy: OnPolicySection | None = None
-    # steps between checkpoints; by default once an epoch
+    # steps between checkpoints; by default one epoch
     checkpoint_every: int | None = Field(None, ge=1)
-    keep: int = Field(2, ge=1)  # checkpoints that stay on the disk
-    log_with: tuple[
-        str, ...
-    ] = ()  # trackers beside metrics.jsonl: wandb, tensorboard, mlflow, trackio, comet
-    project: str = "eagle"  # the project of the trackers in which the run is logged
-    # log to this project of Weights & Biases, as `log_with` does with `project`
+    keep: int = Field(2, ge=1)  # number of checkpoints to keep
+    # trackers in addition to metrics.jsonl: wandb, tensorboard, mlflow, trackio, comet
+    log_with: tuple[str, ...] = ()
+    project: str = "eagle"  # the run's project in the trackers
+    # log to this project of Weights & Biases; short for `log_with` and `project`
     wandb: str | None = None
 
     @field_validator("log_with", mode="before")
@@ -256,66 +263,66 @@ class TrainSection(Section):
 
 
 class JointSection(Section):
-    """Training a target together with heads, by `recipes/train_medusa2.py`: what comes out is another target."""
+    """Medusa-2: training of the target together with its heads. The result is a new target."""
 
-    # of the target: stay close to what it was, or learn the sequence's own next token
+    # loss of the target: KL to the original target, or cross-entropy with the tokens of the data
     loss: Literal["kl", "tokens"] = "kl"
-    heads: float = Field(0.01, gt=0)  # weight of the heads' loss beside the target's
-    rise: bool = True  # raise that weight from 0 over the run, by a sine
-    # learning rate of the heads' matrices, in units of `train.lr`
+    heads: float = Field(0.01, gt=0)  # weight of the heads' loss, relative to the target's
+    rise: bool = True  # raise this weight from 0 during the run, along a sine curve
+    # learning rate of the heads' matrices, as a multiple of `train.lr`
     head_lr: float = Field(1.0, gt=0)
-    rank: int = Field(32, ge=1)  # of the LoRA adapters, on all linear layers but the LM head
-    alpha: int = Field(16, ge=1)  # of the LoRA adapters
-    dropout: float = Field(0.05, ge=0, lt=1)  # of what an adapter reads
+    # rank of the LoRA adapters, which are on all linear layers except the LM head
+    rank: int = Field(32, ge=1)
+    alpha: int = Field(16, ge=1)  # alpha of the LoRA adapters
+    dropout: float = Field(0.05, ge=0, lt=1)  # dropout at the input of the LoRA adapters
 
 
 class BudgetSection(Section):
-    """How much is drafted in a cycle; what is left out follows from `paths`, else from the defaults of `Budget`."""
+    """The shape of the drafts; other keys follow from `paths`, if it is set, or have the defaults of `Budget`."""
 
-    nodes: int | None = Field(None, ge=0)  # tokens drafted in a cycle, the root not counted
-    depth: int | None = Field(None, ge=0)  # levels of the tree
-    top_k: int | None = Field(None, ge=0)  # candidates a level
-    # a fixed tree: for every node the ranks on its way from the root
+    nodes: int | None = Field(None, ge=0)  # number of draft tokens per cycle, without the root
+    depth: int | None = Field(None, ge=0)  # number of levels of the tree
+    top_k: int | None = Field(None, ge=0)  # maximum number of children of a node
+    # a fixed tree: for each node, the ranks of the tokens on its path from the root
     paths: tuple[tuple[int, ...], ...] | None = None
-    # how children are chosen where the target samples
+    # how draft tokens are chosen above temperature 0 ([the three rules](../trees.md#sampling-above-temperature-0))
     draw: Literal["noise", "likeliest", "sampled"] | None = None
-    sharpness: float | None = Field(None, gt=0)  # of trees without paths: 1 is EAGLE-2's rule
+    # [sharpness](../trees.md#sharpness-of-dynamic-trees) of dynamic trees; 1 is EAGLE-2's rule
+    sharpness: float | None = Field(None, gt=0)
 
 
 class MeasuredSection(Section):
     """A drafter that is measured."""
 
-    # a folder, a hub id, or a method without weights; by default the run's own head
+    # a head's folder or hub id, or a method without weights; by default the head of this run
     head: str | None = None
-    # of methods without weights, or draft_vocab of a head, as `load_drafter` takes them
-    options: dict[str, Any] = {}
-    # by default that of the head, else nodes, depth and top_k of `eval`
+    options: dict[str, Any] = {}  # options of the drafter, as for `load_drafter`
+    # the draft tree; by default the one stored in the head, or else nodes, depth and top_k of `eval`
     budget: BudgetSection | None = None
 
 
 class EvalSection(Section):
-    """The prompts to decode, the drafters and the limits."""
+    """What `eagle measure` measures: prompts, drafters and draft trees."""
 
-    # a file, folder or hub dataset; several by name; else data.heldout
+    # a file, folder or hub dataset, or several by name; by default data.heldout
     prompts: str | dict[str, str] | None = None
-    split: str = "train"  # the split of a hub dataset
-    count: int = Field(8, ge=1)  # prompts of each set, evenly over its tasks
-    max_new_tokens: int = Field(64, ge=1)  # tokens of one answer
-    # each prompt is answered at each temperature
+    split: str = "train"  # split of the hub dataset
+    count: int = Field(8, ge=1)  # number of prompts per set, spread evenly over its tasks
+    max_new_tokens: int = Field(64, ge=1)  # maximum number of tokens of an answer
+    # temperatures at which each prompt is answered
     temperatures: tuple[float, ...] = Field((0.0,), min_length=1)
-    # answers of a prompt above temperature 0, one for each seed
+    # seeds; above temperature 0, each prompt is answered once per seed
     seeds: tuple[int, ...] = Field((0,), min_length=1)
-    drafters: dict[
-        str, MeasuredSection
-    ] = {}  # what is measured, by name; by default ngram and the run's head
-    nodes: int = Field(8, ge=0)  # tokens drafted in a cycle
-    depth: int = Field(4, ge=0)  # levels of the draft tree
-    top_k: int = Field(4, ge=0)  # candidates a level
-    costs: bool = False  # time single forwards too, for the modelled speed
-    goodput_policy: bool = False  # measure each drafter once more with an adaptive draft length
-    # sequences at a time: a number, or several in turn
+    # the drafters to measure, by name; by default ngram and the head of this run
+    drafters: dict[str, MeasuredSection] = {}
+    nodes: int = Field(8, ge=0)  # number of draft tokens per cycle
+    depth: int = Field(4, ge=0)  # number of levels of the draft tree
+    top_k: int = Field(4, ge=0)  # maximum number of children of a node
+    costs: bool = False  # also time single forward passes, for the modelled speedup
+    goodput_policy: bool = False  # also measure each drafter with an adaptive draft length
+    # batch size, or a list of batch sizes to measure
     batch_size: tuple[PositiveInt, ...] = Field((1,), min_length=1)
-    # limit on the tokens of a batch, padding included
+    # maximum number of tokens of a batch in the KV cache, including padding
     max_tokens_in_cache: int | None = Field(None, ge=1)
 
     @field_validator("batch_size", mode="before")

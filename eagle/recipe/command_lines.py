@@ -120,10 +120,10 @@ def refuse_option(
 def command_line(program: str, about: str | None) -> argparse.ArgumentParser:
     """Return the parser that the commands of all stages share: of a recipe and its overrides."""
     parser = recipe_parser(program, about)
+    parser.add_argument("recipe", metavar="RECIPE", help="a file, or the name of a shipped recipe")
     parser.add_argument(
-        "recipe", metavar="RECIPE", help="a file, or a name that `eagle recipes` lists"
+        "overrides", nargs="*", metavar="key=value", help="override a key of the recipe"
     )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="laid over the recipe")
     return parser
 
 

@@ -11,15 +11,15 @@ from eagle.recipe.plain_yaml import parse_yaml
 
 
 class SourceSection(Section):
-    """One of the sources of a mix."""
+    """A source of conversations in a mix, a YAML file that lists several sources."""
 
     path: str  # a file, a folder of files, or a hub dataset
-    config: str | None = None  # of a hub dataset that has several
-    split: str = "train"  # of a hub dataset, or of the files in a folder
-    revision: str | None = None  # of a hub dataset
-    # how often each conversation counts: 0.5 takes every second, 2 each twice
+    config: str | None = None  # configuration of a hub dataset that has several
+    split: str = "train"  # split of a hub dataset, or of the files in a folder
+    revision: str | None = None  # branch, tag or commit of a hub dataset
+    # how often each conversation is used: 2 uses each twice, 0.5 every second one
     weight: float = Field(1.0, gt=0)
-    limit: int | None = Field(None, ge=1)  # use only the first conversations, this many
+    limit: int | None = Field(None, ge=1)  # use only the first so many conversations
 
 
 def is_mix(source: str | Path) -> bool:

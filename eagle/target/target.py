@@ -48,7 +48,7 @@ from eagle.target.weights.weight_mark import ModelMark, WeightMark
 
 
 class Target(ChatMixin):
-    """A causal language model that can read draft trees; `open` gives a state for the sequences decoded with it."""
+    """A causal language model that can verify draft trees."""
 
     def __init__(
         self,
@@ -62,8 +62,9 @@ class Target(ChatMixin):
         Args:
             model: a causal language model of transformers.
             tokenizer: its tokenizer; only `chat`, stop strings and text output need one.
-            processor: what prepares images for it.
-            invariant: as in `load`.
+            processor: its processor for images.
+            invariant: in bf16 and fp16, read so that a token's bits do not depend on what is read with it; None: if it
+                runs on a CPU.
         """
         self.model = check_model(model).eval().requires_grad_(False)
         self.tokenizer = tokenizer
@@ -79,7 +80,11 @@ class Target(ChatMixin):
         self._find_out()
 
     def _find_out(self) -> None:
-        """Make the reader and the head for the model as it is now, and mark the model to notice later changes."""
+        """Make the reader and the head for the model as it is now, and mark the model to notice later changes.
+
+        The reader runs the model over draft trees. The head is the target's embedding and LM head, as drafters borrow
+        them.
+        """
         model = self.model
         # both with plain matrices, as draft heads borrow them: copies where the model's own are quantised, say
         embedding, output = borrowed_layers(model)
@@ -123,7 +128,8 @@ class Target(ChatMixin):
     def refresh(self, *, force: bool = False) -> None:
         """Make the reader again if the model was changed: by an adapter, a hook, a module or a value of its config.
 
-        Every call that opens or reads a sequence does so first. Open states keep the reader that they began with.
+        The reader runs the model over draft trees. Every call that opens or reads a sequence does so first. Open states
+        keep the reader that they began with.
 
         Args:
             force: make it again even if no change is seen, as of a change within an object that an attribute holds.
@@ -134,6 +140,7 @@ class Target(ChatMixin):
                 self._find_out()
 
     def __repr__(self) -> str:
+        # for example "Target(LlamaForCausalLM, 16 layers of width 2048, 128256 tokens, bfloat16 on cuda:0)"
         dtype = str(self.model.dtype).removeprefix("torch.")
         return (
             f"Target({type(self.model).__name__}, {len(self.reader.layers)} layers of width {self.config.hidden_size}, "
@@ -192,7 +199,7 @@ class Target(ChatMixin):
             return self.found_variance or None
 
     def _name_adapter(self) -> str:
-        """Return the name of this target's adapter as the end of a sentence about it, "" without one."""
+        """Return the name of this target's LoRA adapter as the end of a sentence about it; "" without one."""
         return "" if self.adapter is None else f"; with the adapter {self.adapter}"
 
     def __reduce__(self) -> Any:
@@ -221,22 +228,22 @@ class Target(ChatMixin):
         """Load a target from a folder or a hub id.
 
         Args:
-            path: the folder, the id, or a GGUF file: one on disk, or `owner/name:file.gguf` of the hub.
-            dtype: of the weights; "auto" is bf16 where the device multiplies in it.
-            device: where it runs.
+            path: the folder, the id, or a GGUF file (a path, or `owner/name:file.gguf` for one on the hub).
+            dtype: dtype of the weights; "auto" is bf16 if the device supports it.
+            device: device of the model.
             device_map: as in transformers' `from_pretrained`.
-            revision: of a hub id.
-            trust_remote_code: whether code of the model's repository may run.
-            adapter: a folder or a hub id of an adapter, which is merged.
-            packed: hold the weights of linears on a CPU in a layout that is faster to read; by default in bf16 alone,
-                as in fp32 forwards of one token are then slower.
-            images: load the class that sees where the model's type has one for text alone, too.
-            invariant: read in bf16 and fp16 so that the bits of a token's logits depend on neither the number of tokens
-                in a forward nor the others of a batch; only then drafted output equals plain decoding token by token.
-                By default on a CPU. It costs most after long contexts (docs/lossless.md); fp32 needs none of it.
+            revision: branch, tag or commit of a hub id.
+            trust_remote_code: whether code from the model's repository may run.
+            adapter: a folder or a hub id of a LoRA adapter, which is merged into the model.
+            packed: store the weights on a CPU in a layout for faster verification. By default only in bf16, because
+                in fp32, forward passes over one token get slower.
+            images: load the class with vision, for models that also have a text-only class.
+            invariant: in bf16 and fp16, use batch-invariant kernels, with which the output is exactly that of plain
+                decoding. This is the default on a CPU. It makes forward passes slower (docs/lossless.md). In fp32, it
+                is not needed.
 
         Returns:
-            The target, with its tokenizer and its image processor if there are any.
+            The target, with its tokenizer and its image processor, if it has one.
         """
         if not isinstance(path, (str, Path)) or not str(path):
             raise ValueError(
@@ -269,10 +276,9 @@ class Target(ChatMixin):
     from_pretrained = load
 
     def with_adapter(self, path: str | Path) -> Target:
-        """Return a target that reads with a LoRA or DoRA adapter over this target's weights, without changing them.
+        """Return a target that shares this target's weights and applies a LoRA or DoRA adapter to them.
 
-        Any number of such targets share the weights. Each keeps its own sequences, so that they and this target may
-        decode in turns.
+        Any number of such targets can share the weights. They and this target may decode in turns.
 
         Args:
             path: a folder or a hub id of the adapter.
@@ -307,7 +313,10 @@ class Target(ChatMixin):
 
     @property
     def layers(self) -> nn.ModuleList:
-        """The decoder layers as this target runs them, with the model's weights and their own hooks."""
+        """The decoder layers as this target runs them, with the model's weights and their own hooks.
+
+        A hook is a function that torch calls around a layer's forward.
+        """
         self.refresh()  # the layers of an outdated reader would be dropped, and hooks on them lost
         return self.reader.layers
 
@@ -336,16 +345,16 @@ class Target(ChatMixin):
 
     @property
     def masks(self) -> Masks:
-        """The attention masks of tree forwards."""
+        """What makes the attention masks of forwards over trees."""
         return self.reader.masks
 
     @property
     def max_positions(self) -> int | None:
-        """The model's number of positions, None if its config names none."""
+        """The greatest length of a sequence in tokens, None if the model's config names none."""
         return getattr(self.config, "max_position_embeddings", None)
 
     def open(self, taps: tuple[int, ...] = (), max_tokens: int | None = None) -> TargetState:
-        """Return a state for any number of sequences to decode, independent of other open states.
+        """Return a state (tokens and KV cache) for any number of sequences to decode, independent of other open states.
 
         It may reuse the sequence that was `close`d last, so that a shared prefix is not read again.
 
@@ -366,7 +375,7 @@ class Target(ChatMixin):
         return TargetState(self, taps, max_tokens, mark)
 
     def close(self, state: TargetState) -> None:
-        """Release a state's rows, and keep the state as the spare that the next `open` may return.
+        """Release a state's rows (sequences), and keep the state as the spare that the next `open` may return.
 
         The next prompt then reuses the cache of the prefix that it shares with the state's last sequence. That is so
         for a state of a single row without a limit, as long as the weights do not change.
@@ -385,9 +394,9 @@ class Target(ChatMixin):
             self.spare = state
 
     def forget(self) -> None:
-        """Drop the sequence kept from the last closed state.
+        """Drop the KV cache that the target keeps for the next prompt.
 
-        It is dropped by itself when weights change, except by writes through `weight.data`, which leave no trace.
+        Call this after you change weights through `weight.data`. Other changes of weights are detected.
         """
         self.spare = None
 
@@ -398,7 +407,7 @@ class Target(ChatMixin):
         drafter: Drafter | None = None,
         sequences: int = 1,
     ) -> int:
-        """Return the bytes of a cache with this many tokens, and of a drafter's own state for them.
+        """Return the bytes of a KV cache with this many tokens, and of a drafter's own state for them, as a forecast.
 
         Args:
             tokens: as `max_tokens_in_cache`.
@@ -488,13 +497,13 @@ class Target(ChatMixin):
         dtype: torch.dtype | None = None,
         media: Mapping[str, Any] | None = None,
     ) -> Tensor:
-        """Return the hidden states from which a head learns, by one forward over whole sequences without a cache.
+        """Return the hidden states from which a head learns, in one forward pass over whole sequences.
 
         Args:
             tokens: [B, T], B sequences of up to T tokens, right-padded.
             taps: indices of L layers whose inputs are returned; -1 is the LM head's input.
-            dtype: of the states; None: the model's.
-            media: for a single sequence with images, what a processor gave except the tokens.
+            dtype: dtype of the states; by default the model's.
+            media: for a single sequence with images, the processor's output without the tokens.
 
         Returns:
             [B, T, L, D], the tapped states.
@@ -510,7 +519,7 @@ class Target(ChatMixin):
     def width_of(self, taps: tuple[int, ...]) -> int:
         """Return the width of the states at these taps (layer indices, or -1 for the LM head's input).
 
-        All have the same width, for others are refused.
+        All must have the same width: taps of different widths are refused.
         """
         self.check_taps(taps)
         return self.reader.layouts[taps[0]].width

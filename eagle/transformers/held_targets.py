@@ -83,7 +83,7 @@ def count_from_zero(target: Target) -> None:
 
 
 def last_traces(model: Any) -> list[Trace]:
-    """Return the traces of a model's last call of `generate` with a drafter, one for each row; none after beams."""
+    """Return the traces of a model's last `generate` with a drafter, one per row; empty after beam search."""
     return held_by(model).traces
 
 

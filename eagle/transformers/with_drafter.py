@@ -57,21 +57,21 @@ def generate_with(
     stateless: Sequence[type] = (),
     **options: Any,
 ) -> WithDrafter:
-    """Return the callable for `model.generate(..., custom_generate=...)`: the same tokens, several a forward.
+    """Return the argument for `model.generate(custom_generate=...)`, which then decodes with a drafter.
 
     Args:
         drafter: A head's folder or hub id, a method such as "ngram", or a drafter.
-        seed: Of the sampling noise with `do_sample`; by default it comes from torch's generator. Samples follow the
-            model's distribution with any seed.
-        budget: How much is drafted, or a policy that decides.
-        stateless: Your own classes of logits processors whose scores depend only on the arguments of the call.
+        seed: Seed for `do_sample`; by default, it is taken from torch's generator. Samples follow the model's
+            distribution with any seed.
+        budget: The draft tree, or a policy that chooses it.
+        stateless: Your own classes of logits processors, if they keep no state between calls.
         options: Further options of `load_drafter`.
     """
     return WithDrafter(drafter, seed=seed, budget=budget, stateless=stateless, **options)
 
 
 class WithDrafter:
-    """Decodes with a drafter for `model.generate`; loads it at the first call with a model."""
+    """Decodes with a drafter in `model.generate`. The first call loads the drafter."""
 
     def __init__(
         self,
@@ -95,7 +95,9 @@ class WithDrafter:
         self.drafter = drafter
         self.options = options
         self.set_options(seed=seed, budget=budget, stateless=stateless)
-        self.traces: list[Trace] = []  # of the last call, one for each row; none after beams
+        self.traces: list[
+            Trace
+        ] = []  # traces of the last call, one per row; empty after beam search
 
     def __repr__(self) -> str:
         return f"generate_with({self.drafter!r})"

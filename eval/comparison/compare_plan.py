@@ -34,38 +34,40 @@ Count = Annotated[int, Field(ge=1)]
 
 
 class ArmSection(Section):
-    """One way to a drafter: a method, its data, and how long it is trained."""
+    """A drafter with its settings, data and training budget."""
 
-    # a recipe file whose drafter, features and train sections this arm takes
-    base: str | None = None
-    recipe: dict[str, Any] = Field({})  # laid over the recipe of the comparison, for this arm alone
-    # a drafter that is not trained here: a method without weights, a folder, a hub id
+    base: str | None = None  # a recipe whose drafter, features and train sections this arm uses
+    recipe: dict[str, Any] = Field({})  # sections that override the shared recipe for this arm
+    # a drafter that is only measured: a method without weights, a head's folder or a hub id
     untrained: str | None = None
-    options: dict[str, Any] = Field({})  # of an untrained method, as `load_drafter` takes them
-    start: str | None = None  # the arm whose head this one goes on from
-    # supervised, its start's included; several are a curve
+    options: dict[str, Any] = Field({})  # options of an untrained drafter, as for `load_drafter`
+    start: str | None = None  # an earlier arm; this arm continues training its head
+    # supervised training tokens, including those of the `start` arm; a list gives a learning curve
     tokens: Count | tuple[Count, ...] | None = None
-    seconds: float | None = Field(None, gt=0)  # of training, its start's included
-    as_long_as: str | None = None  # the arm whose seconds of training this one has
+    # training time in seconds, including that of the `start` arm
+    seconds: float | None = Field(None, gt=0)
+    as_long_as: str | None = None  # another arm; this arm trains for the same time
 
 
 class ComparisonSection(Section):
-    """Arms, and what they have in common."""
+    """The arms, and the settings that they share."""
 
-    out: str  # the folder of the comparison
-    # a file or folder that is needed, and the Python command that makes it
+    out: str  # folder for everything that the comparison writes
+    # files to create before the run, as PATH: COMMAND; Python runs the command if the file is missing
     prepare: dict[str, str] = Field({})
-    base: str | None = None  # a recipe file that all arms share
-    recipe: dict[str, Any] = Field({})  # sections laid over it, or the whole recipe
-    seeds: tuple[int, ...] = Field((0,), min_length=1)  # each arm is trained once for each seed
-    tokens: Count | tuple[Count, ...] | None = None  # of each arm that names no budget of its own
-    # of training, of each arm that names no budget of its own
+    base: str | None = None  # the recipe that all arms share
+    # sections that override `base` for all arms, or without `base` the whole recipe
+    recipe: dict[str, Any] = Field({})
+    seeds: tuple[int, ...] = Field((0,), min_length=1)  # each arm is trained once per seed
+    # supervised training tokens, for arms without a separate budget
+    tokens: Count | tuple[Count, ...] | None = None
+    # training time in seconds, for arms without a separate budget
     seconds: float | None = Field(None, gt=0)
-    # steps in which arms with a budget of time are timed, in turns
+    # number of training steps that are timed per arm, to turn a time budget into a number of steps
     clock_steps: int = Field(20, ge=1)
     shapes: dict[str, BudgetSection] = Field(min_length=1)  # draft trees to measure, by name
-    arms: dict[str, ArmSection] = Field(min_length=1)  # what is compared, by name
-    # second minus first; by default all minus the first arm
+    arms: dict[str, ArmSection] = Field(min_length=1)  # the drafters to compare, by name
+    # pairs of arms; the table shows the second minus the first; by default each arm against the first
     compare: tuple[tuple[str, str], ...] | None = None
 
 

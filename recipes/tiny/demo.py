@@ -1,4 +1,4 @@
-"""See a draft head at work, then train, measure and export one: for a real model of 135 M weights, or a tiny one."""
+"""See a draft head at work, then train, measure and export one, for a model of 135M parameters or a tiny one."""
 
 from __future__ import annotations
 
@@ -176,14 +176,14 @@ def main(argv: list[str]) -> None:
     parser.add_argument(
         "--tiny",
         action="store_true",
-        help="make a small model and train a head for it, in runs/demo: two to five minutes, no downloads",
+        help="train a small model and a head for it in runs/demo: two to five minutes, without downloads",
     )
     # for which `eagle` runs the program of the first stage
     parser.add_argument(
         "--tiny-target",
         action=ProgramOption,
         nargs=0,
-        help="only train a tiny model, with its data: see `eagle help demo --tiny-target`",
+        help="only train the example model and write its data: see `eagle help demo --tiny-target`",
     )
     args = parser.parse_args(argv)
     model = None if args.tiny else find_real_model()

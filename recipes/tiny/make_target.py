@@ -1,4 +1,4 @@
-"""Train a small chat target on Python's documentation, or the demo's on stories: two minutes, no network."""
+"""Train a small chat model on Python's documentation, or on the demo's stories: two minutes, without a network."""
 
 from __future__ import annotations
 
@@ -325,18 +325,18 @@ def greedy_answers(model: Any, tokenizer: Any, records: Sequence[Record]) -> lis
 def main(argv: list[str]) -> None:
     """Make the target and print its report."""
     parser = argparse.ArgumentParser(prog="eagle demo --tiny-target", description=__doc__)
-    parser.add_argument("--corpus", choices=CORPORA, default="docstrings", help="what it learns")
+    parser.add_argument("--corpus", choices=CORPORA, default="docstrings", help="training data")
     parser.add_argument(
         "--model",
         choices=MODELS,
         default="llama",
-        help="hybrid: half of the layers linear attention",
+        help="architecture; in a hybrid, half of the layers have linear attention",
     )
     parser.add_argument(
-        "--out", help="default: runs/tiny, of stories runs/demo; of a hybrid runs/tiny-hybrid"
+        "--out", help="default: runs/tiny; for stories runs/demo, for a hybrid runs/tiny-hybrid"
     )
-    parser.add_argument("--steps", type=int, help="default: 400, of stories 150")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and data")
+    parser.add_argument("--steps", type=int, help="training steps (default: 400; for stories 150)")
+    parser.add_argument("--seed", type=int, default=0, help="seed for weights and data")
     args = parser.parse_args(argv)
     report = make_target(args.out, args.steps, args.seed, corpus=args.corpus, model=args.model)
     parameters = f"{report['parameters'] / 1e6:.1f} M parameters"

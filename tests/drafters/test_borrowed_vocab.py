@@ -182,6 +182,16 @@ def test_what_cannot_be_restricted_is_refused(
         restrict_drafts(head, str(path))
 
 
+def test_all_tokens_are_refused_for_a_head_that_cannot_draft_them(
+    mixing_target: Target, vocab_file: Path, tmp_path: Path
+) -> None:
+    """Its own LM head has rows for its draft vocabulary alone."""
+    head = make_head("eagle3", mixing_target, draft_vocab=str(vocab_file), taps=[0])
+    save_pretrained(head, tmp_path)
+    with pytest.raises(ValueError, match="was trained with a draft vocabulary of"):
+        load_drafter(tmp_path, mixing_target, draft_vocab="all")
+
+
 def test_a_draft_model_takes_no_draft_vocabulary(mixing_target_dir: Path, vocab_file: Path) -> None:
     """A language model has an LM head of its own."""
     target = Target.load(mixing_target_dir, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""DFlash (Chen et al. 2026, arXiv 2602.06036): one forward over a root and mask tokens predicts a block."""
+"""DFlash (Chen et al. 2026, arXiv 2602.06036): one forward pass over mask tokens predicts a block."""
 
 # A anchors, K levels, H hidden
 
@@ -19,8 +19,10 @@ class DFlashSettings(InjectedSettings):
     """Settings of the head in a recipe."""
 
     kind: Literal["dflash"] = "dflash"
-    loss: Loss = "cross_entropy"  # towards the target's probs, or "tokens": towards the sequence's own, as published
-    d_pace: bool = False  # weigh levels by how far a draft is expected to get, instead of `decay`
+    # `tokens`: cross-entropy with the tokens of the data; otherwise a divergence from the target's probabilities
+    # (the published loss is `tokens`)
+    loss: Loss = "cross_entropy"
+    d_pace: bool = False  # weight levels by how likely a draft is to reach them, instead of `decay`
 
 
 class DFlash(InjectedHead):

@@ -1,4 +1,4 @@
-"""DSpark (DeepSeek 2026): DFlash's blocks with a bias on each level from the previous tokens; and Domino's bias.
+"""DSpark (DeepSeek 2026): DFlash with a bias on each level that depends on the previous tokens; also Domino.
 
 The bias is low-rank: a bias module encodes the tokens before a level as a code of width r, and its matrix [V, r] maps
 the code to a bias of the logits.
@@ -298,20 +298,19 @@ class DSparkSettings(InjectedSettings):
     """Settings of the head in a recipe."""
 
     kind: Literal["dspark"] = "dspark"
-    # tokens read at once: the last accepted token, then mask tokens
+    # number of slots of a block: the last accepted token, then mask tokens
     slots: int = Field(7, ge=2, le=MOST_LEVELS)
-    # each slot predicts the next token; else the token at its own position
+    # each slot predicts the token after its position; otherwise the token at its position
     sample_from_anchor: bool = True
     decay: float | None = Field(4.0, gt=0)  # level d has the weight e^(-d / decay) in the loss
-    # what makes biases from the token before
+    # kind of the Markov head, which adds a bias that depends on the tokens drafted before
     markov: Literal["none", "vanilla", "gated", "rnn", "domino"] = "vanilla"
-    rank: int = Field(256, ge=1)  # of that network's matrix
-    gru_size: int = Field(1024, ge=1)  # of the GRU of "domino"
-    unbiased: int = Field(1, ge=0)  # levels that "domino" leaves as they are
-    confidence: bool = True  # learn how likely each level is accepted
-    likelihood: float = Field(
-        0.1, ge=0
-    )  # weight of the cross-entropy with the sequence's own tokens
+    rank: int = Field(256, ge=1)  # rank of the Markov head's matrix
+    gru_size: int = Field(1024, ge=1)  # size of the GRU of "domino"
+    unbiased: int = Field(1, ge=0)  # number of levels to which "domino" adds no bias
+    confidence: bool = True  # also predict how likely each level is to be accepted
+    # weight of the cross-entropy with the tokens of the data
+    likelihood: float = Field(0.1, ge=0)
     distance: float = Field(0.9, ge=0)  # weight of the sum of |p - q|
 
 

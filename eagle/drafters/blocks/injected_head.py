@@ -71,32 +71,33 @@ ANCHORS_AT_ONCE = 256  # anchors whose blocks are read in one forward in validat
 class InjectedSettings(Section):
     """Settings of such a head in a recipe."""
 
-    # layers whose inputs it reads; by default five, evenly spread
+    # layers whose inputs the head reads; by default five, evenly spread
     taps: tuple[int, ...] | None = None
-    blocks: int = Field(5, ge=1)  # transformer blocks that are stacked
-    # tokens read at once: the last accepted token, then mask tokens
+    blocks: int = Field(5, ge=1)  # number of decoder blocks
+    # number of slots of a block: the last accepted token, then mask tokens
     slots: int = Field(16, ge=2, le=MOST_LEVELS)
-    # each slot predicts the next token; else the token at its own position
+    # each slot predicts the token after its position; otherwise the token at its position
     sample_from_anchor: bool = False
-    # a slot sees only earlier slots of its block; "window": in the blocks with a window alone
+    # a slot attends only to earlier slots of its block; "window": only in decoder blocks that have a window
     causal: bool | Literal["window"] = False
-    # {recent: W}: a slot attends to the latest W positions up to its own, those of its own block included
+    # {recent: W}: a slot attends to the latest W positions, including those of its own block
     window: Window | None = None
-    window_blocks: tuple[int, ...] | None = None  # the blocks with a window, from 0; by default all
-    # a slot's window ends at the "slot", as engines read it; or at the "root" for all slots, as speculators trains
+    # indices of the decoder blocks that have the window, from 0; by default all
+    window_blocks: tuple[int, ...] | None = None
+    # where the window ends: at each "slot", as in engines, or for all slots at the "root", as speculators trains
     window_end: Literal["slot", "root"] = "slot"
-    qk_norm: bool = True  # norm queries and keys by head, as Qwen3 does
-    # the token that mask slots read; by default the last of the vocabulary
+    qk_norm: bool = True  # normalise queries and keys per attention head, as in Qwen3
+    # id of the mask token; by default the last token of the vocabulary
     mask_token: int | None = None
-    # of the MLPs; by default the target's, but for mixtures of experts
+    # MLP width; by default the target's (set it for mixtures of experts)
     intermediate_size: int | None = None
-    # how its linear layers start: as torch draws them, or "normal": N(0, 0.02)
+    # initial weights of the linear layers: PyTorch's default, or "normal": N(0, 0.02)
     linears: Linears = "uniform"
-    anchors: int = Field(512, ge=1)  # slots of a sequence from which blocks are trained
+    anchors: int = Field(512, ge=1)  # number of blocks that are trained per sequence
     decay: float | None = Field(7.0, gt=0)  # level d has the weight e^(-d / decay) in the loss
-    # so many of the most frequent tokens are drafted, or those in a file of data_prep.draft_vocab; by default all
+    # draft only this many tokens, the most frequent ones, or those in a file; null: all
     draft_vocab: int | str | None = None
-    # of the loss: the sum of the weights, or "reached": how many tokens have one
+    # divisor of the loss: the sum of the weights, or "reached": the number of tokens that have a weight
     divisor: Divisor = "weights"
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""P-EAGLE (Hui et al. 2026, arXiv 2602.01469): EAGLE-3's network over mask tokens, with all levels in one forward.
+"""P-EAGLE (Hui et al. 2026, arXiv 2602.01469): EAGLE-3's network with mask tokens, for all levels in one forward pass.
 
 A draft reads the root and then mask tokens. The root's slot predicts level 0, and mask token d predicts level d. In
 this file "masks" are mask tokens.
@@ -52,15 +52,15 @@ class PeagleSettings(FusedSettings):
     """Settings of the head in a recipe."""
 
     kind: Literal["peagle"] = "peagle"
-    blocks: int = Field(4, ge=1)  # transformer blocks that are stacked
-    # levels that are drafted: of the root, then of masks
+    blocks: int = Field(4, ge=1)  # number of decoder blocks
+    # number of drafted levels: the first from the root, the others from masks
     depths: int = Field(8, ge=1, le=MOST_LEVELS)
-    # in training, share of the slots with d masks that get one more
+    # in training, share of the slots with d masks that get another mask
     keep: float = Field(0.7, gt=0, le=1)
-    keep_least: float = Field(0.2, ge=0, le=1)  # lowest share of all slots, at every depth
-    # the token that mask slots read; by default the last of the vocabulary
+    keep_least: float = Field(0.2, ge=0, le=1)  # minimum share of all slots at every depth
+    # id of the mask token; by default the last token of the vocabulary
     mask_token: int | None = None
-    # of the loss: each sequence a mean over its rows, or "reached": all alike
+    # divisor of the loss: "texts": a mean for each sequence, or "reached": one mean over all slots and masks
     divisor: Literal["texts", Divisor] = "texts"
 
 

@@ -1,4 +1,4 @@
-"""Blockwise parallel decoding (Stern et al. 2018, arXiv 1811.03115): one hidden layer makes all levels' states."""
+"""Blockwise parallel decoding (Stern et al. 2018, arXiv 1811.03115): one hidden layer for all levels."""
 
 # K levels, H hidden
 
@@ -27,10 +27,10 @@ class BlockwiseSettings(LevelSettings):
     """Settings of the head in a recipe."""
 
     kind: Literal["blockwise"] = "blockwise"
-    levels: int = Field(4, ge=1)  # levels that are drafted, one token each
-    # hidden units of a level; by default those of the target's MLP
+    levels: int = Field(4, ge=1)  # number of drafted levels
+    # hidden units per level; by default the width of the target's MLP
     inner_dim: int | None = Field(None, ge=1)
-    drawn: bool = False  # train one level a step, drawn uniformly
+    drawn: bool = False  # train one random level per step
 
 
 class Blockwise(LevelHeads):

@@ -1,4 +1,4 @@
-"""Hydra and Hydra++ (Ankner et al. 2024, arXiv 2402.05109): levels that read the tokens drafted before them."""
+"""Hydra and Hydra++ (Ankner et al. 2024, arXiv 2402.05109): levels that also read the tokens drafted before."""
 
 # S supervised slots, N tokens of all sequences, H hidden, V vocabulary, B sequences, T tokens, L taps
 
@@ -41,12 +41,14 @@ class HydraSettings(LevelSettings):
     """Settings of the heads in a recipe."""
 
     kind: Literal["hydra"] = "hydra"
-    levels: int = Field(4, ge=1)  # levels that are drafted, one token each
-    layers: int = Field(1, ge=1)  # blocks of each level; Hydra++ has four
-    prefix: bool = False  # put a Llama block over the target's states first, as Hydra++ does
-    loss: Loss = "cross_entropy"  # towards the target's probs, as Hydra++; "tokens" is Hydra's own
-    dropout: float = Field(0.0, ge=0, lt=1)  # in training, before every block and LM head
-    # weight of Smooth-L1 between LM head inputs and the target's states
+    levels: int = Field(4, ge=1)  # number of drafted levels
+    layers: int = Field(1, ge=1)  # number of blocks per level; Hydra++ has four
+    prefix: bool = False  # put a decoder block in front of the levels, as in Hydra++
+    # `tokens`: cross-entropy with the tokens of the data; otherwise a divergence from the target's probabilities
+    # (Hydra's own loss is `tokens`)
+    loss: Loss = "cross_entropy"
+    dropout: float = Field(0.0, ge=0, lt=1)  # dropout before every block and LM head
+    # weight of the Smooth-L1 loss between the inputs of the LM heads and the target's states
     regression: float = Field(0.0, ge=0)
 
 

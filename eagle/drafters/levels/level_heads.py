@@ -41,9 +41,10 @@ from eagle.recipe import Section
 class LevelSettings(Section):
     """Settings of all such heads in a recipe."""
 
-    # towards the target's probs, or "tokens": towards the sequence's own tokens
+    # `tokens`: cross-entropy with the tokens of the data; otherwise a divergence from the target's probabilities
     loss: Loss = "cross_entropy"
-    # of the loss: all supervised slots, or "levels": for each level what it reaches
+    # divisor of the loss: the number of supervised slots, or "levels": for each level the number of slots that it
+    # reaches
     divisor: Divisor = "slots"
 
 

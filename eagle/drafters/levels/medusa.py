@@ -1,4 +1,4 @@
-"""Medusa (Cai et al. 2024, arXiv 2401.10774): independent heads on one state of the target."""
+"""Medusa (Cai et al. 2024, arXiv 2401.10774): independent levels that all read one state of the target."""
 
 # H hidden, D = H what an LM head reads
 
@@ -23,11 +23,12 @@ class MedusaSettings(LevelSettings):
     """Settings of the heads in a recipe."""
 
     kind: Literal["medusa"] = "medusa"
-    levels: int = Field(5, ge=1)  # levels that are drafted, one token each
-    layers: int = Field(1, ge=1)  # residual blocks of each level
-    # a matrix for each level that starts from the target's, or the target's
+    levels: int = Field(5, ge=1)  # number of drafted levels
+    layers: int = Field(1, ge=1)  # number of residual blocks per level
+    # `own`: each level has its own LM head, initialised from the target's; `target`: all levels use the target's
     lm_head: Literal["own", "target"] = "own"
-    weights: Literal["equal", "falling"] = "equal"  # of the levels; "falling" is 0.8, 0.64, ...
+    # weights of the levels in the loss; "falling": 0.8, 0.64, ...
+    weights: Literal["equal", "falling"] = "equal"
 
 
 class Residual(nn.Linear):

@@ -1,4 +1,4 @@
-"""MLP speculator (Wertheimer et al. 2024, arXiv 2404.19124): each stage reads the previous state and one token."""
+"""MLP speculator (Wertheimer et al. 2024, arXiv 2404.19124): each level reads the previous state and token."""
 
 # H hidden of the target, D of a stage
 
@@ -26,10 +26,11 @@ class MlpSpeculatorSettings(LevelSettings):
     """Settings of the head in a recipe."""
 
     kind: Literal["mlp_speculator"] = "mlp_speculator"
-    levels: int = Field(4, ge=1, le=MOST_LEVELS)  # levels that are drafted, one token each
-    inner_dim: int | None = Field(None, ge=1)  # width of every stage; by default the target's
-    tie_weights: bool = False  # share one stage between all levels, except the first projection
-    scale_input: bool = False  # norm the target's state first
+    levels: int = Field(4, ge=1, le=MOST_LEVELS)  # number of drafted levels
+    # width of each level's network; by default the target's hidden size
+    inner_dim: int | None = Field(None, ge=1)
+    tie_weights: bool = False  # all levels share one network, except the first projection
+    scale_input: bool = False  # normalise the target's state first
 
 
 class ShiftedNorm(Norm):

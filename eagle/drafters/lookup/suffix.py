@@ -229,6 +229,7 @@ class SuffixDrafter(Drafter):
         self.longest = longest
         self.trust = trust
         self.remember = remember
+        self.remembers = remember > 0
         self.memory: list[int] = []  # the tokens of earlier answers, each of which ends with SEAM
         self.earlier = Automaton(longest)  # of these tokens, to search them
 

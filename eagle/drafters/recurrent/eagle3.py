@@ -1,4 +1,4 @@
-"""EAGLE-3 (Li et al. 2025, arXiv 2503.01840): three fused layers of the target, distillation alone, own LM head."""
+"""EAGLE-3 (Li et al. 2025, arXiv 2503.01840): one decoder block that reads three layers of the target."""
 
 # S supervised slots, H hidden, D draft vocabulary, V vocabulary
 
@@ -27,12 +27,13 @@ class Eagle3Settings(FusedSettings):
     """Settings of the head in a recipe."""
 
     kind: Literal["eagle3"] = "eagle3"
-    steps: int = Field(7, ge=1)  # levels that it is trained on its own states
-    decay: float = Field(0.8, gt=0, le=1)  # weight of each step relative to the one before
-    # weight of Smooth-L1 between what its LM head reads and the target's does
+    steps: int = Field(7, ge=1)  # number of unrolled steps in training
+    # weight of each step in the loss, relative to the step before
+    decay: float = Field(0.8, gt=0, le=1)
+    # weight of the Smooth-L1 loss between the inputs of the head's and of the target's LM head
     regression: float = Field(0.0, ge=0)
-    norm_output: bool = False  # EAGLE-3.1: the next level reads the normed state
-    # {sinks: S, recent: R}: attend to the first S and the latest R tokens only
+    norm_output: bool = False  # EAGLE-3.1: the next step reads the normalised output
+    # {sinks: S, recent: R}: attend only to the first S and the latest R tokens
     window: Window | None = None
 
 
@@ -46,7 +47,7 @@ class Eagle3(FusedHead):
     def network(self) -> dict[str, Any]:
         """The name of the network and the settings that decide what its weights mean, for checkpoints and engines.
 
-        They are its stack of blocks, its taps (the target's hidden states that it reads) and its norms.
+        They are its stack of blocks, its taps (the target's layers whose inputs it reads) and its norms.
         """
         return {
             "network": "fused",
@@ -57,7 +58,10 @@ class Eagle3(FusedHead):
         }
 
     def next_input(self, state: Tensor) -> Tensor:
-        """Return the state that the next level reads: the last block's output, normed if `norm_output` is set."""
+        """Return the state that the next level reads: the last block's output, normed if `norm_output` is set.
+
+        The norm is EAGLE-3.1's.
+        """
         return self.norm(state) if self.settings.norm_output else state
 
     def forward(self, batch: Batch, target_head: TargetHead) -> dict[str, Tensor]:

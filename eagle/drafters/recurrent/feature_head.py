@@ -29,7 +29,6 @@ from eagle.drafters.parts.objectives import (
     feature_regression,
     step_weights,
 )
-from eagle.drafters.parts.reduced_vocab import count_frequent
 from eagle.drafters.parts.window import Window
 from eagle.drafters.recurrent.unroll import UnrolledDrafter
 
@@ -41,16 +40,19 @@ class FeatureSettings(BaseModel):
     """Settings of any head with this network in a recipe."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    fc_bias: bool = True  # a bias in the layer that joins token and feature; vLLM has none
-    noise: float = 0.1  # noise U(-noise, noise) * 512 / T on features in training, T at least 512
-    noise_as_published: bool = False  # T as it is: sequences of 16 tokens get 32 times the noise
-    # of its MLP; by default the target's, but for mixtures of experts
+    # bias in `fc`, the layer that combines token and feature; set it to false for vLLM
+    fc_bias: bool = True
+    # training noise on the features, U(-noise, noise) * 512 / T for T tokens, with T at least 512
+    noise: float = 0.1
+    # in `noise`, use the true T; a sequence of 16 tokens then gets 32 times the noise
+    noise_as_published: bool = False
+    # MLP width; by default the target's (set it for mixtures of experts)
     intermediate_size: int | None = None
-    # {sinks: S, recent: R}: attend to the first S and the latest R tokens only
+    # {sinks: S, recent: R}: attend only to the first S and the latest R tokens
     window: Window | None = None
-    regression: float = 1.0  # weight of Smooth-L1 between its features and the target's
-    cross_entropy: float = 0.1  # weight of the cross-entropy with the target's probs
-    # learn and draft this many tokens, the most frequent supervised ones; null: the whole vocabulary
+    regression: float = 1.0  # weight of the Smooth-L1 loss between predicted and true features
+    cross_entropy: float = 0.1  # weight of the cross-entropy with the target's probabilities
+    # learn and draft only this many tokens, the most frequent supervised ones; null: all
     loss_vocab: int | None = Field(default=None, ge=1)
 
 
@@ -58,7 +60,6 @@ class FeatureHead(UnrolledDrafter):
     """(feature of token i, token i + 1) -> feature of token i + 1, whose logits name token i + 2."""
 
     settings: FeatureSettings
-    loss_tokens: Tensor | None
     taps = (-1,)
     teacher_taps = (-1,)
     borrows_logits = True
@@ -71,13 +72,11 @@ class FeatureHead(UnrolledDrafter):
         more_blocks = [NormedBlock(shape) for _ in range(1, shape.num_hidden_layers)]
         self.layers = nn.ModuleList([Block(shape), *more_blocks])
         self.rotary = Rotary(shape)
-        # The `settings.loss_vocab` tokens whose probs the loss compares, which alone are drafted. Training counts them
-        # at every start, and a file beside the weights holds them.
-        self.register_buffer("loss_tokens", None, persistent=False)
+        self.add_loss_tokens()
 
     @property
     def parts(self) -> Parts:
-        """The matrix whose halves read the embedding and the state; `eagle doctor` checks if they were swapped."""
+        """The matrix whose halves read the embedding and the state; `eagle doctor` tests whether they were swapped."""
         return Parts(halves=(("fc.weight",),))
 
     @classmethod
@@ -101,10 +100,7 @@ class FeatureHead(UnrolledDrafter):
             {"intermediate_size": settings.intermediate_size} if settings.intermediate_size else {}
         )
         head = cls(settings, head_shape(target_config, **sizes))
-        if settings.loss_vocab is not None:
-            head.loss_tokens = count_frequent(
-                supervised, settings.loss_vocab, head.shape.vocab_size, key="drafter.loss_vocab"
-            )
+        head.count_loss_tokens(supervised)
         return head
 
     @property
@@ -115,7 +111,7 @@ class FeatureHead(UnrolledDrafter):
     # -- one level ----------------------------------------------------------------------------------------------------
 
     def fuse_taps(self, features: Tensor) -> Tensor:
-        """Return the state [.., width] that the head reads from the target's features [.., 1, width], of one tap."""
+        """Return the state [.., width] that the head reads from the target's features [.., 1, width], of one layer."""
         return features[..., 0, :]
 
     def first_block(
@@ -128,7 +124,8 @@ class FeatureHead(UnrolledDrafter):
     ) -> Tensor:
         """Return the first block's output [B, T, H] at T tokens of B sequences (H: the hidden size); drafting calls it.
 
-        The other arguments are those of `Attention.forward`.
+        `rotary` are cosines and sines at the tokens' positions, `mask` is the additive attention mask (None: causal),
+        and `cache` the block's KV cache.
 
         Args:
             embedded: The tokens' embeddings [B, T, H].
@@ -177,8 +174,8 @@ class FeatureHead(UnrolledDrafter):
             steps: The number of draft steps: 1 trains on the target's features only (EAGLE-1).
 
         Returns:
-            The Smooth-L1 loss of the features, and the distillation loss, each a mean over the supervised slots and
-            summed over the steps; and the distillation loss of each step [steps], for logs.
+            The Smooth-L1 loss of the features, and the distillation loss, each a mean over the supervised slots
+            (tokens) and summed over the steps; and the distillation loss of each step [steps], for logs.
         """
         # no gradient flows from a step to the features that it reads, as published
         unrolled = self.unroll(
@@ -198,7 +195,10 @@ class FeatureHead(UnrolledDrafter):
         return regression, loss, step_losses
 
     def _add_noise(self, batch: Batch, features: Tensor) -> Tensor:
-        """Return features [N, 1, width] at all N slots plus uniform noise in training, unchanged in evaluation."""
+        """Return features [N, 1, width] at all N slots (tokens) plus uniform noise; unchanged outside of training.
+
+        Noise makes the head robust to the errors of its own features (EAGLE-1).
+        """
         if not (self.training and self.settings.noise):
             return features
         min_length = 1 if self.settings.noise_as_published else FULL_SPREAD

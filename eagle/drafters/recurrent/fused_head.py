@@ -32,20 +32,22 @@ from eagle.target.weights.packed import PackedHead, pack_head
 class FusedSettings(Section):
     """Settings of such a network in a recipe."""
 
-    # layers whose inputs it reads; by default 2, the middle one, the last but two
+    # layers whose inputs the head reads; by default layer 2, the middle layer and the third layer from the end
     taps: tuple[int, ...] | None = None
-    # so many of the most frequent tokens, or a file of data_prep.draft_vocab
+    # draft only this many tokens, the most frequent ones, or those in a file; null: all
     draft_vocab: int | str | None = None
-    lm_head: Literal["target", "random"] = "target"  # what its LM head starts from
-    train_lm_head: bool = True  # train its LM head
-    # what half of them start as: from random, few find their own token
+    # initial weights of the LM head: the target's, or random
+    lm_head: Literal["target", "random"] = "target"
+    train_lm_head: bool = True  # train the LM head
+    # initial query weights: half of them as twice the key weights, or all random
     queries: Literal["keys", "random"] = "keys"
-    # how its other linear layers start: as torch draws them, or "normal": N(0, 0.02)
+    # initial weights of the other linear layers: PyTorch's default, or "normal": N(0, 0.02)
     linears: Linears = "uniform"
-    fc_norm: bool = False  # EAGLE-3.1: a norm on each tap
-    norm_before_residual: bool = False  # attention is added to the normed state
-    loss: Kind = "cross_entropy"  # how far its probs are from the target's
-    # of its MLP; by default the target's, but for mixtures of experts
+    fc_norm: bool = False  # EAGLE-3.1: normalise each tap
+    # the residual connection around attention starts from the normalised state
+    norm_before_residual: bool = False
+    loss: Kind = "cross_entropy"  # divergence from the target's probabilities
+    # MLP width; by default the target's (set it for mixtures of experts)
     intermediate_size: int | None = None
 
 
@@ -56,7 +58,7 @@ class FusedHead(UnrolledDrafter):
     teacher_taps = (-1,)
 
     def __init__(self, settings: FusedSettings, shape: HeadShape) -> None:
-        """Make the network: a matrix that joins the taps, decoder blocks, a norm and an LM head.
+        """Make the network: a matrix that joins the tapped layers' states, decoder blocks, a norm and an LM head.
 
         Args:
             settings: Of the recipe, with the taps filled in.
@@ -85,8 +87,8 @@ class FusedHead(UnrolledDrafter):
     def parts(self) -> Parts:
         """The weights that a faulty conversion may have in a wrong order, which `eagle doctor` checks.
 
-        `fc` and its norms have a part for each tap (hidden state of the target). The matrices of the first block's
-        queries, keys and values have two halves, which read the embedding and the state.
+        `fc` and its norms have a part for each tap (target layer whose input is read). The matrices of the first
+        block's queries, keys and values have two halves, which read the embedding and the state.
         """
         by_tap = ("fc.weight", "fc_norm") if self.fc_norm else ("fc.weight",)
         halves = tuple(f"layers.0.self_attn.{name}_proj.weight" for name in "qkv")
@@ -145,7 +147,7 @@ class FusedHead(UnrolledDrafter):
 
     @classmethod
     def sizes(cls, settings: Any) -> dict[str, int]:
-        """Return the keys of `head_shape` that the settings decide; other sizes are the target's, with one block."""
+        """Return the keys of the head's config that the settings decide; all other sizes are the target's."""
         return (
             {"intermediate_size": settings.intermediate_size} if settings.intermediate_size else {}
         )
@@ -164,7 +166,7 @@ class FusedHead(UnrolledDrafter):
     # -- one level ----------------------------------------------------------------------------------------------------
 
     def fuse_taps(self, features: Tensor) -> Tensor:
-        """Return the state [.., H] that the first level reads: the target's states at L taps, joined by one matrix.
+        """Return the state [.., H] that the first level reads: the target's states at L layers, joined by a matrix.
 
         `features` are these states [.., L, H], H the hidden size.
         """
@@ -183,20 +185,20 @@ class FusedHead(UnrolledDrafter):
     ) -> Tensor:
         """Return the first block's output [B, T, H] at T tokens of B sequences (H: the hidden size); drafting calls it.
 
-        A token's embedding is read with a state `hidden`, [B, T, H] each. The other arguments are those of
-        `Attention.forward`.
+        A token's embedding is read with a state `hidden`, [B, T, H] each. `rotary` are cosines and sines at the tokens'
+        positions, `mask` is the additive attention mask (None: causal), and `cache` the block's KV cache.
         """
         return self.layers[0].read_pair(embedded, hidden, rotary, mask, cache)
 
     def project_tokens(self, embedded: Tensor) -> Tensor:
-        """Return the tokens' part [N, P] of queries, keys and values, which serves all draft steps in training.
+        """Return the tokens' part [N, P] of queries, keys and values, computed once for all draft steps in training.
 
         `embedded` are the embeddings [N, hidden size] of N tokens. P is the width of queries, keys and values together.
         """
         return self.layers[0].project_tokens(embedded)
 
     def block_inputs(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
-        """Return the inputs of the first block's steps in training, at N slots.
+        """Return the inputs of the first block in training, at N slots (tokens that are read with a state).
 
         Args:
             tokens: What `project_tokens` returned for the slots' tokens [N, ..].
@@ -210,6 +212,6 @@ class FusedHead(UnrolledDrafter):
     def logits(self, state: Tensor, target_head: TargetHead) -> Tensor:
         """Return the logits [.., D] of states [.., hidden size] by the head's own LM head.
 
-        They are over the D tokens that the head can draft. The target's LM head is not used.
+        They are over the D tokens that the head can draft. `target_head` is not used: heads of other methods need it.
         """
         return self.lm_head(self.norm(state))

@@ -17,9 +17,11 @@ class HassSettings(FeatureSettings):
     """Settings of the head in a recipe."""
 
     kind: Literal["hass"] = "hass"
-    steps: int = Field(3, ge=1)  # in step s, the last s features that a slot sees are its own
-    top_k: int = Field(10, ge=1)  # tokens of the top-k loss
-    top: float = 1.0  # weight of the loss on the target's likeliest `top_k` tokens
+    # number of unrolled steps; in step s, the latest s features that a slot reads are the head's own
+    steps: int = Field(3, ge=1)
+    top_k: int = Field(10, ge=1)  # number of tokens in the top-k loss
+    # weight of the top-k loss, on the target's most probable tokens; 0 for small targets
+    top: float = 1.0
 
 
 class Hass(FeatureHead):

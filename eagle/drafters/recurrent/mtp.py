@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from eagle.core.drafter import HeadShape, Parts, Reads, TargetHead
@@ -52,7 +52,7 @@ class LayerLayout(NamedTuple):
 
 
 def known_layouts(layers: int) -> tuple[LayerLayout, ...]:
-    """Return the known layouts of an MTP layer in the checkpoint of a target with this number of layers.
+    """Return the known layouts of a multi-token prediction layer in the checkpoint of a target with so many layers.
 
     They are those of DeepSeek-V3, MiMo and Qwen3-Next. Each tells how the layer's tensors are named.
     """
@@ -83,13 +83,27 @@ class MtpSettings(Section):
     """Settings of the head in a recipe."""
 
     kind: Literal["mtp"] = "mtp"
-    steps: int = Field(3, ge=1)  # that it is trained to go on from its own states
-    decay: float = Field(0.6, gt=0, le=1)  # of a step's weight; weights add up to 1
-    hidden_first: bool = False  # eh_proj reads the state before the token, as MiMo's does
-    # towards the target's probs, or "tokens": towards the sequence's own tokens
+    steps: int = Field(3, ge=1)  # number of tokens that training drafts from each position
+    # weight of each step in the loss, relative to the step before; the weights sum to 1
+    decay: float = Field(0.6, gt=0, le=1)
+    # the layer's input is the state followed by the embedding, as in MiMo
+    hidden_first: bool = False
+    # `tokens`: cross-entropy with the tokens of the data; otherwise a divergence from the target's probabilities
     loss: Loss = "cross_entropy"
-    # its own MTP layer; where it has none, its last block
+    # initial weights: the target's MTP layer (if there is none, its last decoder block), its last block, or random
     start: Literal["target", "last_block", "random"] = "target"
+    # learn and draft only this many tokens, the most frequent supervised ones; null: all
+    loss_vocab: int | None = Field(default=None, ge=1)
+
+    @model_validator(mode="after")
+    def _check_loss_vocab(self) -> MtpSettings:
+        """Refuse a part of the vocabulary beside a loss of the sequence's own tokens, some of which it lacks."""
+        if self.loss_vocab is not None and self.loss == "tokens":
+            raise ValueError(
+                f"loss_vocab is {self.loss_vocab} and loss is tokens, expected a loss towards the target's probs, as "
+                "cross_entropy: a sequence has tokens outside the most frequent ones; or set loss_vocab to null"
+            )
+        return self
 
 
 class Mtp(UnrolledDrafter):
@@ -112,10 +126,11 @@ class Mtp(UnrolledDrafter):
         self.eh_proj = nn.Linear(2 * width, width, bias=False)
         self.layers = nn.ModuleList([NormedBlock(shape)])
         self.rotary = Rotary(shape)
+        self.add_loss_tokens()
 
     @property
     def parts(self) -> Parts:
-        """The matrix whose halves read the embedding and the state; `eagle doctor` checks if they were swapped."""
+        """The matrix whose halves read the embedding and the state; `eagle doctor` tests whether they were swapped."""
         return Parts(halves=(("eh_proj.weight",),))
 
     @classmethod
@@ -133,16 +148,28 @@ class Mtp(UnrolledDrafter):
             settings: Of the recipe.
             target_config: The target's config.
             target_head: Not used.
-            supervised: Not used.
+            supervised: The supervised tokens of each sequence; with `loss_vocab` in the settings the loss compares
+                probs of the most frequent ones.
             weights: Returns a target's tensor by its name; None for a random head.
         """
+        head = cls._start_head(settings, target_config, weights)
+        head.count_loss_tokens(supervised)
+        return head
+
+    @classmethod
+    def _start_head(cls, settings: MtpSettings, config: Any, weights: Weights | None) -> Mtp:
+        """Return a head with the weights that the setting `start` names; `config` is the target's.
+
+        They are those of the target's own multi-token prediction layer, of its last block, or random. `weights` returns
+        a target's tensor by its name.
+        """
         if weights is None or settings.start == "random":
-            return cls(settings, head_shape(target_config))
-        layout = _find_mtp_layer(weights, target_config) if settings.start == "target" else None
+            return cls(settings, head_shape(config))
+        layout = _find_mtp_layer(weights, config) if settings.start == "target" else None
         # `start` is "last_block", or it is "target" and the target has no MTP layer
         if layout is None:
-            return cls._from_last_block(settings, target_config, weights)
-        return cls._from_mtp_layer(settings, target_config, weights, layout)
+            return cls._from_last_block(settings, config, weights)
+        return cls._from_mtp_layer(settings, config, weights, layout)
 
     @classmethod
     def _from_last_block(cls, settings: MtpSettings, config: Any, weights: Weights) -> Mtp:
@@ -194,13 +221,16 @@ class Mtp(UnrolledDrafter):
 
     @property
     def network(self) -> dict[str, Any]:
-        """The network's name and the order of token and state; biases and norms by head are in the shape."""
+        """The network's name, and whether its projection reads the state before the token.
+
+        Heads of one network can start from one another. Biases and norms by head are in the config.
+        """
         return {"network": "mtp", "hidden_first": self.settings.hidden_first}
 
     # -- one level ----------------------------------------------------------------------------------------------------
 
     def fuse_taps(self, features: Tensor) -> Tensor:
-        """Return the state [.., width] that the head reads from the target's features [.., 1, width], of one tap."""
+        """Return the state [.., width] that the head reads from the target's features [.., 1, width], of one layer."""
         return features[..., 0, :]
 
     def first_block(
@@ -214,8 +244,9 @@ class Mtp(UnrolledDrafter):
         """Return the block's output [B, T, H] at T tokens of B sequences (H: the hidden size); drafting calls it.
 
         It is h = Block(M [norm(e); norm(h')]), as in DeepSeek-V3: e are the embedded tokens, h' the states of the level
-        before (`hidden`), [B, T, H] each, and M is `eh_proj`. MiMo has [norm(h'); norm(e)]. The other arguments are
-        those of `Attention.forward`.
+        before (`hidden`), [B, T, H] each, and M is `eh_proj`. MiMo has [norm(h'); norm(e)]. `rotary` are cosines and
+        sines at the tokens' positions, `mask` is the additive attention mask (None: causal), and `cache` the block's KV
+        cache.
         """
         halves = [self.enorm(embedded), self.hnorm(hidden)]
         if self.settings.hidden_first:
@@ -223,7 +254,7 @@ class Mtp(UnrolledDrafter):
         return self.layers[0](self.eh_proj(torch.cat(halves, dim=-1)), rotary, mask, cache)
 
     def project_tokens(self, embedded: Tensor) -> Tensor:
-        """Return the tokens' part of the projection [N, hidden size], which serves all draft steps in training.
+        """Return the tokens' part of the projection [N, hidden size], computed once for all draft steps in training.
 
         `embedded` are the embeddings [N, hidden size] of N tokens.
         """
@@ -240,7 +271,10 @@ class Mtp(UnrolledDrafter):
         return self.layers[0].inputs(tokens + F.linear(self.hnorm(hidden), self._halves()[1]))
 
     def _halves(self) -> tuple[Tensor, Tensor]:
-        """Return the columns of `eh_proj` for tokens and those for states, [hidden size, hidden size] each."""
+        """Return the columns of `eh_proj` for tokens and those for states, [hidden size, hidden size] each.
+
+        `eh_proj` joins the embedding of a token (e) and a state (h).
+        """
         first, second = self.eh_proj.weight.chunk(2, dim=1)
         return (second, first) if self.settings.hidden_first else (first, second)
 
@@ -249,7 +283,7 @@ class Mtp(UnrolledDrafter):
         return self.norm(state)
 
     def logits(self, state: Tensor, target_head: TargetHead) -> Tensor:
-        """Return the logits [.., V] that the target's LM head gives to the head's states [.., width], normed here."""
+        """Return the logits [.., V] that the target's LM head gives to the head's states [.., width], normed first."""
         return target_head.logits(self.norm(state))
 
     # -- training -----------------------------------------------------------------------------------------------------
@@ -266,13 +300,15 @@ class Mtp(UnrolledDrafter):
         weights = step_weights(unrolled.places, settings.steps, decay=settings.decay)
         weights = weights / sum(settings.decay**step for step in range(settings.steps))
         student = align_steps(self.norm(state) for state in unrolled.states)
+        # student and teacher are compared by the rows of one matrix, all or those of `loss_vocab`
+        lm_head = self.narrow_once(target_head, self.loss_tokens)
         # the target's states or the sequences' tokens, the LM head that maps states to logits, and the divergence
         teacher, teacher_head, objective = choose_teacher(
-            settings.loss, batch, unrolled.places, target_head
+            settings.loss, batch, unrolled.places, lm_head
         )
-        heads = target_head, teacher_head
+        heads = lm_head, teacher_head
         total, step_losses = distillation_loss(
-            student, teacher, weights, heads, objective=objective, dtype=target_head.weight.dtype
+            student, teacher, weights, heads, objective=objective, dtype=lm_head.weight.dtype
         )
         return {
             "total": total,
@@ -281,7 +317,7 @@ class Mtp(UnrolledDrafter):
 
 
 def _find_mtp_layer(weights: Weights, config: Any) -> LayerLayout | None:
-    """Return the layout of the MTP layer in the target's checkpoint, None if it has no MTP layer.
+    """Return the layout of the multi-token prediction (MTP) layer in the target's checkpoint, None without one.
 
     ValueError if it has several, because this head uses one layer for all levels.
     """

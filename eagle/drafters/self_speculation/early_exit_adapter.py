@@ -1,4 +1,4 @@
-"""A trained early exit: a small network between the target's first layers and its LM head, see `early_exit`."""
+"""Early exit with a trained adapter: a small network between the target's first layers and its LM head."""
 
 # S supervised slots, H hidden, V vocabulary
 
@@ -39,10 +39,11 @@ class EarlyExitAdapterSettings(Section):
     """Settings of the adapter in a recipe."""
 
     kind: Literal["early_exit_adapter"] = "early_exit_adapter"
-    layers: int | None = Field(None, ge=1)  # of the target that draft; by default a third of them
-    # a norm alone, or with a linear layer or MLP before it
+    # number of the target's layers that draft; by default a third
+    layers: int | None = Field(None, ge=1)
+    # a norm, or a norm after a linear layer or an MLP
     adapter: Literal["norm", "linear", "mlp"] = "mlp"
-    loss: Kind = "cross_entropy"  # how far its probs are from the target's
+    loss: Kind = "cross_entropy"  # divergence from the target's probabilities
 
 
 class EarlyExitAdapter(ExitDrafter, TrainableDrafter):

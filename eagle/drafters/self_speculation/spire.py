@@ -1,4 +1,4 @@
-"""SPiRe (Neelam et al. 2025, arXiv 2504.06419): the target's last blocks, a window of its states, feedback memory."""
+"""SPiRe (Neelam et al. 2025, arXiv 2504.06419): copies of the target's last blocks, with a window."""
 
 # S slots, K passes or nodes of one level, R of all levels, N rows, n blocks, H hidden, k key heads of width w
 # B sequences, T tokens, C columns of memory
@@ -58,12 +58,12 @@ class SpireSettings(Section):
     """Settings of the head in a recipe."""
 
     kind: Literal["spire"] = "spire"
-    blocks: int = Field(2, ge=1)  # the target's last blocks, this many
-    # attend to the first S and the latest R tokens
+    blocks: int = Field(2, ge=1)  # number of the target's last decoder blocks to copy
+    # {sinks: S, recent: R}: attend only to the first S and the latest R tokens
     window: Window | None = Window(sinks=1, recent=64)
-    steps: int = Field(4, ge=2)  # passes of training, each of which predicts the next token
-    stride: int = Field(4, ge=1)  # train every so many-th supervised slot
-    # its share of the loss; the rest is 1 - sum min(p, q)
+    steps: int = Field(4, ge=2)  # number of drafted tokens per training draft
+    stride: int = Field(4, ge=1)  # a training draft starts at every so many-th supervised slot
+    # weight of the cross-entropy in the loss; the rest is the weight of 1 - sum min(p, q)
     cross_entropy: float = Field(0.5, ge=0, le=1)
 
 

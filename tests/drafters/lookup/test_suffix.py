@@ -233,6 +233,7 @@ def draft_chain(
 def test_answers_are_remembered_and_prompts_are_not(remember: int, expected: list[int]) -> None:
     """The next request drafts from earlier answers, if anything is remembered at all."""
     drafter = SuffixDrafter(remember=remember)
+    assert drafter.remembers == (remember > 0)
     draft_chain(drafter, [10, 11, 12, 13, *ANSWER], cut=4)
     assert draft_chain(drafter, [30, 20, 21]) == expected
     assert draft_chain(drafter, [30, 10, 11]) == []

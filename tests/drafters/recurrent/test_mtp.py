@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from eagle.drafters.parts.decoder_block import head_shape
 from eagle.drafters.parts.objectives import choose_teacher
 from eagle.drafters.recurrent import mtp
 from eagle.drafters.recurrent.mtp import Mtp, MtpSettings
+from eagle.formats.checkpoint import load_head, save_head
 from tests.drafters.loops import loop_gradients
 from tests.drafters.recurrent.test_unroll_steps import drafting_is_training
 from tests.naive_unroll import Network, anchors_of, law_loss, rms, unrolled
@@ -177,6 +179,49 @@ def test_a_fault_is_seen(
     """A head that departs from the formulas in one place is told from the loop."""
     monkeypatch.setattr(home, name, fault)
     assert distance_from_loop("plain") > 1e-3
+
+
+# -- `loss_vocab` -----------------------------------------------------------------------------------------------------
+
+SUPERVISED = [torch.tensor([3, 3, 3, 9]), torch.tensor([7, 9, 9, 1, 1, 12])]
+FREQUENT = torch.tensor([1, 3, 7, 9])
+
+
+def test_a_loss_of_the_frequent_tokens_is_that_of_a_smaller_matrix() -> None:
+    """The LM head has only the rows of these tokens, for student and teacher; the loss of all rows is another."""
+    texts = texts_of(SPANS, torch.float64)
+    target_head = frozen_head(torch.float64)
+    narrow_head = target_head.narrow(FREQUENT)
+    torch.manual_seed(2)
+    head = Mtp.for_target(MtpSettings(loss_vocab=4), SHAPE, supervised=SUPERVISED)
+    head = moved(head).to(torch.float64).train()
+    assert head.loss_tokens is not None
+    # ties go to the lower token: 7 and 12 are counted once each
+    assert head.loss_tokens.equal(FREQUENT)
+
+    def narrow_loss(weights: Weights) -> Tensor:
+        return compute_loss(weights, head, texts, narrow_head)
+
+    found = computed(head, collate(texts, TAPS), target_head)
+    assert apart(head, found, loop_gradients(head, narrow_loss)) < 1e-6
+    whole = loop_gradients(head, lambda weights: compute_loss(weights, head, texts, target_head))
+    assert apart(head, found, whole) > 1e-3
+
+
+def test_a_head_of_such_a_loss_is_saved_as_any_other(tmp_path: Path) -> None:
+    """Its weights are those of any other head, and a file beside them holds the tokens."""
+    head = Mtp.for_target(MtpSettings(loss_vocab=4), SHAPE, supervised=SUPERVISED)
+    assert head.state_dict().keys() == Mtp.for_target(MtpSettings(), SHAPE).state_dict().keys()
+    save_head(tmp_path, head, "target: {path: x}\n", {})
+    loaded = load_head(tmp_path)
+    assert isinstance(loaded, Mtp)
+    assert loaded.loss_tokens is not None
+    assert loaded.loss_tokens.equal(FREQUENT)
+
+
+def test_a_part_of_the_vocabulary_needs_a_loss_of_probs() -> None:
+    with pytest.raises(ValueError, match="loss_vocab is 4 and loss is tokens"):
+        MtpSettings(loss_vocab=4, loss="tokens")
 
 
 # -- drafting ---------------------------------------------------------------------------------------------------------
