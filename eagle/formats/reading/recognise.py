@@ -7,7 +7,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from eagle.formats.networks.block_heads import DFLASH_HEADS, DOMINO_HEADS, DSPARK_HEADS
+from eagle.formats.networks.block_heads import (
+    DFLASH_HEADS,
+    DOMINO_HEADS,
+    DSPARK_HEADS,
+    XPRESS_HEADS,
+)
 from eagle.formats.networks.eagle_heads import EAGLE1_HEADS, EAGLE3_HEADS, PEAGLE_HEADS
 from eagle.formats.networks.falcon_heads import FALCON_HEADS
 from eagle.formats.networks.level_networks import HYDRA_HEADS, MEDUSA_HEADS, SPECULATOR_HEADS
@@ -24,6 +29,7 @@ AS_DRAFT = "load_drafter takes it as a draft model, for a target with the same v
 WITH_SIGNS = (
     DSPARK_HEADS,
     DOMINO_HEADS,
+    XPRESS_HEADS,
     DFLASH_HEADS,
     PEAGLE_HEADS,
     HYDRA_HEADS,
