@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate, groupby, zip_longest
 from typing import Any
 
-from data_prep.chats.images import for_template
+from data_prep.chats.images import apply_template
 from data_prep.chats.marks import CUT_OFF
 from data_prep.chats.records import Conversation
 from data_prep.tokens import stop_texts
@@ -107,13 +107,9 @@ def print_messages(
     messages: list[Any], tools: Any, tokenizer: Any, data: DataSection, *, ask: bool = False
 ) -> str:
     """Return messages as the chat template prints them, with a generation prompt if asked for."""
-    options = {
-        "tools": tools or None,
-        "tokenize": False,
-        "add_generation_prompt": ask,
-        **data.template_kwargs,
-    }
-    return tokenizer.apply_chat_template(for_template(messages, data.images), **options)
+    return apply_template(
+        messages, tools or None, tokenizer, data, tokenize=False, add_generation_prompt=ask
+    )
 
 
 def print_prompt(conversation: Conversation, place: int, tokenizer: Any, data: DataSection) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
-from data_prep.chats.images import MARK, Source, for_template
+from data_prep.chats.images import MARK, Source, apply_template
 from data_prep.chats.marks import CUT_OFF, is_broken
 from data_prep.chats.records import Conversation, reason_to_drop, says_something
 from data_prep.image_texts import as_text, with_images
@@ -33,10 +33,8 @@ class Reader:
 
     def render(self, messages: Sequence[dict[str, Any]], tools: Any, **options: Any) -> Any:
         """Apply the chat template to messages."""
-        options = {"return_dict": False, **options, **self.data.template_kwargs}
-        return self.tokenizer.apply_chat_template(
-            for_template(messages, self.data.images), tools=tools, **options
-        )
+        options = {"return_dict": False, **options}
+        return apply_template(messages, tools, self.tokenizer, self.data, **options)
 
     def ids(
         self, messages: Sequence[dict[str, Any]], tools: Any, images: Sequence[Source] = ()

@@ -24,7 +24,7 @@ from data_prep.dialogues import (
     make_names_unique,
     sampling_of,
 )
-from data_prep.parts import begin, is_whole, join_parts, open_part, read_parts, read_settings
+from data_prep.parts import begin, is_whole, join_parts, open_part, read_parts
 from data_prep.servers.answers import Local
 from data_prep.servers.endpoint import PROBE, Endpoint
 from data_prep.servers.health import Backoff
@@ -58,15 +58,6 @@ def settings_of(
     if section.reasoning != "keep":
         sampling["reasoning"] = section.reasoning
     return {"target": target, "sampling": sampling, **source}
-
-
-def as_begun(section: RegenerateSection, out: Path) -> RegenerateSection:
-    """Return the section with the `keep_truncated` of the begun file, unless the recipe sets it."""
-    # The default was false once.
-    begun = (read_settings(out) or {}).get("sampling", {}).get("keep_truncated")
-    if begun is None or "keep_truncated" in section.model_fields_set:
-        return section
-    return section.model_copy(update={"keep_truncated": begun})
 
 
 def answer_all(
@@ -312,7 +303,6 @@ def regenerate(recipe: Recipe, section: RegenerateSection, args: argparse.Namesp
     check_section(section)
     # Every answer is written; `data.turns` decides later which of them are learned.
     source = recipe.data.model_copy(update={"train": section.source, "turns": "all"})
-    section = as_begun(section, out)
     settings = settings_of(
         recipe, section, data_identity(recipe.model_copy(update={"data": source}))
     )

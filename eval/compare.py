@@ -32,8 +32,7 @@ from eval.comparison.compare_plan import Arm, Comparison, with_train
 from eval.comparison.compare_rows import Rows
 from eval.comparison.compare_table import ComparisonTable, markdown
 from eval.comparison.compare_train import is_trained, store_features, train_arm
-from eval.comparison.curve_figure import draw_curves
-from eval.comparison.curves import curve_lines, describe_curves
+from eval.comparison.curves import curve_lines, describe_curves, draw_curves
 from eval.result_files.results import device_name
 
 GOES_ON = "what is trained and measured is kept, and the same command goes on"
@@ -140,7 +139,7 @@ def log_comparison(comparison: Comparison, table: str) -> None:
         return
     folder = comparison.folder
     trackers = Trackers(with_train(recipe, {"out": str(folder)}))
-    files = [folder / name for name in ("comparison.md", "comparison.json", "curves.svg")]
+    files = [folder / name for name in ("comparison.md", "comparison.json", "curves.html")]
     trackers.send([path for path in files if path.is_file()], table)
     trackers.finish()
 
@@ -155,7 +154,7 @@ def report(comparison: Comparison, rows: Rows) -> str:
     table = "\n".join([markdown(figures), *curve_lines(curves)])
     if curves:
         figures["curves"] = curves
-        write_text(comparison.folder / "curves.svg", draw_curves(curves))
+        write_text(comparison.folder / "curves.html", draw_curves(curves))
     text = json.dumps(figures, indent=1, ensure_ascii=False) + "\n"
     write_text(comparison.folder / "comparison.json", text)
     write_text(comparison.folder / "comparison.md", table + "\n")

@@ -16,7 +16,6 @@ from eval.page.page_acceptance import (
     by_bucket,
     calibration,
     lengths,
-    nodes,
     positions,
     theory,
 )
@@ -25,6 +24,7 @@ from eval.page.page_parts import (
     ReportData,
     Section,
     code,
+    make_page,
     table,
     task_of,
 )
@@ -77,8 +77,6 @@ FIRST = (
     "temperatures",
     "batch_size",
 )
-# escaping keeps model text from being markup; should it ever fail, the browser still runs and fetches nothing
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
 
 
 def page(paths: Sequence[str | Path]) -> str:
@@ -107,17 +105,7 @@ def page(paths: Sequence[str | Path]) -> str:
 
     title = tag("h1", "Speculative decoding of ", tag("code", _target(report)))
     header = tag("header", title, verdicts(report), tag("nav", links))
-    style = Html((Path(__file__).parent / "page/page.css").read_text(encoding="utf-8"))
-    head = [
-        tag("meta", charset="utf-8"),
-        tag("meta", http_equiv="Content-Security-Policy", content=POLICY),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("link", rel="icon", href="data:,"),
-        tag("title", "Speculative decoding of ", _target(report)),
-        tag("style", style),
-    ]
-    body = tag("body", tag("main", header, content))
-    return "<!doctype html>\n" + tag("html", tag("head", head), body, lang="en") + "\n"
+    return make_page(f"Speculative decoding of {_target(report)}", header, content)
 
 
 def _target(report: ReportData) -> str:
@@ -309,7 +297,6 @@ SECTIONS = {
     "time": ("Time per cycle", time_split),
     "theory": ("Predicted and measured", theory),
     "calibration": ("Calibration", calibration),
-    "nodes": ("Accepted nodes", nodes),
     "answers": ("Sample answers", answers),
     "lossless": ("Losslessness", losslessness),
 }

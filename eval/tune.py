@@ -34,7 +34,6 @@ from eval.costs import NOT_DRAFTING, asked_budgets, draft_seconds, model_seconds
 from eval.load_run import load_named, load_target, settle_threads
 from eval.prompts import Question, chat_prompt, questions
 from eval.replay import Answer, answer, plain, rates_by_rank, record_cycles, replay
-from eval.tune_policy import replay_policy
 
 # the grid of trees
 NODES = (2, 3, 4, 6, 8, 12, 16, 25, 40, 60)
@@ -445,26 +444,6 @@ def verdict(tuning: Tuning, best: Trial) -> tuple[Budget, str]:
     )
 
 
-def policy_line(tuning: Tuning) -> str:
-    """Return a line with the figures of an adaptive policy over chains."""
-    longest = chain(max(CHAINS))
-    # for the seconds of its drafts, where the drafter takes no forwards
-    tuning.trial(longest)
-    seconds = []
-    for rows in tuning.records[longest]:
-        seconds += [row["seconds"]["draft"] for row in rows]
-    tokens, total = replay_policy(
-        tuning.target,
-        tuning.drafter,
-        tuning.answers,
-        tuning.costs,
-        budget=longest,
-        draft_seconds=fmean(seconds),
-    )
-    gain = tokens / total / tuning.trial(NOT_DRAFTING).speed
-    return f"policy, chains of 0 to {longest.depth}: modelled speedup {gain:.2f} x"
-
-
 def main(argv: list[str]) -> None:
     """Time bare forwards, replay the candidates, print what they would bring, and say what to decode with."""
     parser = command_line("eagle measure --tune", __doc__)
@@ -523,8 +502,6 @@ def tune(args: argparse.Namespace) -> dict[str, Any]:
     print(f"\nengines that serve chains: num_speculative_tokens = {fastest.budget.depth}")
     budget, reason = verdict(tuning, best)
     print(f"\n{choice_by_task(tuning, best.budget)}\n\n{reason}")
-    if recipe.eval.goodput_policy:
-        print(policy_line(tuning))
     if args.exhaustive:
         _try_all(tuning, candidates, budget)
     if args.write:

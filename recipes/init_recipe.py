@@ -67,7 +67,7 @@ def main(argv: list[str]) -> None:
     write_conversations(folder / "heldout.jsonl", chosen)
     write_conversations(folder / "questions.jsonl", rest)
 
-    text = render_recipe(args, sizes, len(rest), len(chosen), folder)
+    text = render_recipe(args, sizes, len(rest), held_out=len(chosen), folder=folder)
     write_text(args.out, text)
     # what is written can be read
     Recipe.load(args.out)

@@ -19,6 +19,7 @@ PUBLISHED_RATES = {
     "hydra": 5e-4,
     "dflash": 6e-4,
     "dspark": 6e-4,
+    "xpress": 6e-4,
     "medusa": 1e-3,
     "mlp_speculator": 1e-3,
 }

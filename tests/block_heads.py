@@ -8,7 +8,13 @@ import torch
 
 from eagle.drafters.parts.window import Window
 from tests import foreign_heads as made
-from tests.block_layouts import DOMINO_SHAPES, MARKOV_SHAPES, block_shapes, injected_shapes
+from tests.block_layouts import (
+    DOMINO_SHAPES,
+    MARKOV_SHAPES,
+    block_shapes,
+    injected_shapes,
+    refiner_shapes,
+)
 
 H, V = made.H, made.V
 
@@ -216,6 +222,29 @@ def speculators_dspark(**changed: Any) -> made.Head:
     return config, {**tensors, **fill(MARKOV_SHAPES)}
 
 
+def xpress(**changed: Any) -> made.Head:
+    """The authors' head, by the names that vLLM reads, whose refiner is alone at the top of the config."""
+    config, tensors = zlab(block_size=6, sample_from_anchor=False)
+    refiner = {
+        "xpress_block_size": 6,
+        "xpress_rank": 4,
+        "xpress_mlp_hidden": 8,
+        "xpress_num_passes": 5,
+        "xpress_topc": 512,
+    }
+    config = {**config, "architectures": ["Qwen3XPressModel"], **refiner, **changed}
+    del config["auto_map"]
+    return config, {**tensors, **fill(refiner_shapes(vllm=True))}
+
+
+def speculators_xpress(**changed: Any) -> made.Head:
+    """That of speculators."""
+    settings = {"xpress_rank": 4, "xpress_mlp_ratio": 2, "num_jacobi_passes": 4, **changed}
+    config, tensors = speculators("xpress", block_size=6, **settings)
+    config["architectures"] = ["XPressSpeculator"]
+    return config, {**tensors, **fill(refiner_shapes())}
+
+
 def domino(**changed: Any) -> made.Head:
     """SpecForge's by its early names, whose first level has no bias."""
     nested = {
@@ -234,10 +263,10 @@ def reduced(head: made.Head) -> made.Head:
     """Return a head of speculators that drafts a part of the vocabulary, by the target's rows of these tokens."""
     config, tensors = head
     tensors = {**tensors, **made.vocabulary(), "lm_head.weight": lm_head()[made.drafts()]}
-    bias = "markov_head.markov_w2.weight"
-    if bias in tensors:
-        # the bias is of the tokens that can be drafted, and reads any token
-        tensors[bias] = tensors[bias][: made.D].clone()
+    for bias in ("markov_head.markov_w2.weight", "refiner_head.readout.weight"):
+        if bias in tensors:
+            # the bias is of the tokens that can be drafted, and reads any token
+            tensors[bias] = tensors[bias][: made.D].clone()
     return {**config, "draft_vocab_size": made.D}, tensors
 
 
@@ -344,6 +373,21 @@ LAYOUTS: dict[str, tuple[made.Head, str, dict[str, Any]]] = {
     ),
     "DSpark, flat and gated": (modelopt_dspark("gated"), "ModelOpt", {"markov": "gated"}),
     "DSpark, flat and recurrent": (modelopt_dspark("rnn"), "ModelOpt", {"markov": "rnn"}),
+    "XPress": (
+        xpress(),
+        "z-lab/dflash",
+        {"sample_from_anchor": False, "rank": 4, "mlp_ratio": 2, "passes": 5, "slots": 6},
+    ),
+    "speculators' XPress": (
+        speculators_xpress(sample_from_anchor=True),
+        "speculators",
+        {"sample_from_anchor": True, "rank": 4, "mlp_ratio": 2, "passes": 4, "slots": 6},
+    ),
+    "speculators' XPress, draft vocabulary": (
+        reduced(speculators_xpress()),
+        "speculators",
+        {"draft_vocab": made.D, "sample_from_anchor": False},
+    ),
     # two levels without a bias
     "Domino": (
         domino(),

@@ -226,6 +226,56 @@ DOMINO_CONFIG = {
         "shift_label": True,
     },
 }
+# a refiner of rank 4, whose MLP is twice as wide
+REFINER_SHAPES = {
+    "token_embed.weight": (V, 4),
+    "readout.weight": (V, 4),
+    "down_h.weight": (4, H),
+    "down_g.weight": (4, H),
+    "in_proj.weight": (4, 12),
+    "mix_l": (4, 6, 6),
+    "mlp_gate.weight": (8, 4),
+    "mlp_up.weight": (8, 4),
+    "mlp_down.weight": (4, 8),
+}
+# what vLLM calls those that it names otherwise
+REFINER_IN_VLLM = {
+    "token_embed.weight": "w1.weight",
+    "readout.weight": "w2.weight",
+    "mix_l": "mix.L",
+    "mlp_gate.weight": "mlp.gate_proj.weight",
+    "mlp_up.weight": "mlp.up_proj.weight",
+    "mlp_down.weight": "mlp.down_proj.weight",
+}
+
+
+def refiner_shapes(vllm: bool = False) -> Shapes:
+    """Return the shapes of XPress's refiner, by the names of speculators or of vLLM."""
+    if not vllm:
+        return {f"refiner_head.{name}": size for name, size in REFINER_SHAPES.items()}
+    return {
+        f"xpress_head.{REFINER_IN_VLLM.get(name, name)}": size
+        for name, size in REFINER_SHAPES.items()
+    }
+
+
+VLLM_XPRESS = {
+    **ZLAB_CONFIG,
+    "architectures": ["Qwen3XPressModel"],
+    "xpress_block_size": 6,
+    "xpress_rank": 4,
+    "xpress_mlp_hidden": 8,
+    "xpress_num_passes": 6,
+}
+SPECULATORS_XPRESS = {
+    **SPECULATORS_DFLASH,
+    "architectures": ["XPressSpeculator"],
+    "speculators_model_type": "xpress",
+    "xpress_rank": 4,
+    "xpress_mlp_ratio": 2,
+    "num_jacobi_passes": 6,
+    "speculators_config": proposing("xpress", 5),
+}
 # engine and head: the tensors and the config of an export
 GOLDEN: dict[tuple[str, str], tuple[Shapes, dict[str, Any]]] = {
     ("zlab", "dflash"): (injected_shapes(), ZLAB_CONFIG),
@@ -244,6 +294,8 @@ GOLDEN: dict[tuple[str, str], tuple[Shapes, dict[str, Any]]] = {
     ("specforge", "dspark"): ({**injected_shapes(), **MARKOV_SHAPES}, SPECFORGE_CONFIG),
     ("trtllm", "dspark"): ({**injected_shapes(), **MARKOV_SHAPES}, SPECFORGE_CONFIG),
     ("speculators", "dspark"): ({**injected_shapes(), **MARKOV_SHAPES}, SPECULATORS_DSPARK),
+    ("vllm", "xpress"): ({**injected_shapes(), **refiner_shapes(vllm=True)}, VLLM_XPRESS),
+    ("speculators", "xpress"): ({**injected_shapes(), **refiner_shapes()}, SPECULATORS_XPRESS),
     ("specforge", "domino"): ({**injected_shapes(), **DOMINO_SHAPES}, DOMINO_CONFIG),
     ("sglang", "domino"): ({**injected_shapes(), **DOMINO_SHAPES}, DOMINO_CONFIG),
     ("mimo", "mtp, state first"): (MIMO_SHAPES, MTP_CONFIG),

@@ -31,6 +31,7 @@ CHOSEN = {
     "dflash": {"kind": "dflash", **BLOCKS},
     "pace": {"kind": "dflash", **BLOCKS, "loss": "tokens", "d_pace": True},
     "dspark": {"kind": "dspark", **BLOCKS, "rank": 8},
+    "xpress": {"kind": "xpress", **BLOCKS, "rank": 8},
     "peagle": {"kind": "peagle", "blocks": 1, "depths": 4, "divisor": "reached"},
     "levels": {"kind": "medusa", "divisor": "levels"},
     "hydra": {"kind": "hydra", "levels": 3, "prefix": True, "dropout": 0.2, "regression": 0.1},

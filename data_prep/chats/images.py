@@ -20,6 +20,7 @@ from data_prep.chats.turns import (
     layout_of,
     parse_json,
 )
+from eagle.recipe import DataSection
 
 Source = str | bytes  # a path, a data URL, or the bytes of a file
 MARK = "\ue002"  # stands for an image in a text
@@ -228,11 +229,19 @@ def sources_of(value: Any) -> Iterator[Source]:
         raise Dropped(f"an image that is neither a path nor data: {type(value).__name__}")
 
 
-def for_template(messages: Sequence[dict[str, Any]], images: str | None) -> list[dict[str, Any]]:
-    """Return messages as the chat template gets them: in parts if `data.images` is set."""
-    if images is None:
-        return list(messages)
-    return list(map(with_parts, messages))
+def apply_template(
+    messages: Sequence[dict[str, Any]],
+    tools: Any,
+    tokenizer: Any,
+    data: DataSection,
+    **options: Any,
+) -> Any:
+    """Return messages as the chat template prints them, which gets them in parts if `data.images` is set."""
+    if data.images is not None:
+        messages = list(map(with_parts, messages))
+    return tokenizer.apply_chat_template(
+        list(messages), tools=tools, **options, **data.template_kwargs
+    )
 
 
 def with_parts(turn: dict[str, Any]) -> dict[str, Any]:

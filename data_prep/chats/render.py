@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from data_prep.chats.images import MARK, for_template
+from data_prep.chats.images import MARK, apply_template
 from data_prep.chats.marks import CUT_OFF
 from data_prep.chats.records import Conversation
 from data_prep.chats.turns import Dropped
@@ -376,21 +376,17 @@ def places_to_learn(conversation: Conversation, turns: str) -> list[int]:
 def make_renderer(conversation: Conversation, tokenizer: Any, data: DataSection) -> Render:
     """Return a function that prints messages by the chat template, with a generation prompt if asked for."""
 
-    def apply_template(
-        messages: list[Message], ask: bool, tools: list[dict[str, Any]] | None
-    ) -> str:
-        options = {"tools": tools, "add_generation_prompt": ask, "tokenize": False}
-        messages = for_template(messages, data.images)
-        return tokenizer.apply_chat_template(messages, **options, **data.template_kwargs)
-
     def render(messages: list[Message], ask: bool) -> str:
+        options = {"add_generation_prompt": ask, "tokenize": False}
         try:
-            return apply_template(messages, ask, conversation.tools or None)
+            return apply_template(messages, conversation.tools or None, tokenizer, data, **options)
         except Exception as error:
             # A template is a program, and may raise anything.
             reason = " ".join(str(error).split())[:100]
             with suppress(Exception):
-                if not conversation.tools and apply_template(messages, ask, []):
+                if not conversation.tools and apply_template(
+                    messages, [], tokenizer, data, **options
+                ):
                     reason = "it needs tools, and the conversation has none"
             raise Dropped(f"the template refuses: {reason}") from error
 

@@ -9,7 +9,6 @@ from itertools import chain
 from typing import Any
 
 from data_prep.chats.marks import (
-    CUT_OFF,
     FINISHES,
     LISTED_FINISHES,
     WEIGHTS,
@@ -88,7 +87,6 @@ def turns_of(record: dict[str, Any], notes: set[str]) -> list[Any]:
     for key, marks in with_names(record, WEIGHTS):
         if isinstance(marks, list):
             turns = _with_marks(turns, key, marks)
-    turns = _with_own_reasons(turns, record)
     # A reason beside the turns is that of the last answer, unless it has one itself.
     finish = unfinished_reason(record)
     if (
@@ -106,8 +104,7 @@ def turns_of(record: dict[str, Any], notes: set[str]) -> list[Any]:
 def with_reasons(turns: list[Any], record: dict[str, Any], notes: set[str]) -> list[Any]:
     """Return the turns with the reasons of a list beside them, which has one for each answer."""
     reasons = next((value for _, value in with_names(record, LISTED_FINISHES)), None)
-    # `eagle prepare` gives its answers weights itself.
-    if not isinstance(reasons, list) or "sampling" in record:
+    if not isinstance(reasons, list):
         return turns
     answers = [i for i, turn in enumerate(turns) if is_spoken_by(ASSISTANT, turn)]
     if len(answers) == len(reasons):
@@ -300,28 +297,6 @@ def _with_marks(turns: list[Any], key: str, marks: list[Any]) -> list[Any]:
     if len(marks) != len(turns) or not all(isinstance(turn, dict) for turn in turns):
         raise Dropped(f"{describe(key)} that is not one mark for each turn")
     return [{key: mark, **turn} for turn, mark in zip(turns, marks, strict=True)]
-
-
-def _with_own_reasons(turns: list[Any], record: dict[str, Any]) -> list[Any]:
-    """Return the turns of a record of `eagle prepare` with the reasons of its answers."""
-    reasons = record.get("finish_reasons")
-    answers = [
-        i
-        for i, turn in enumerate(turns)
-        if isinstance(turn, dict) and turn.get("role") == ASSISTANT
-    ]
-    if (
-        not isinstance(record.get("sampling"), dict)
-        or not isinstance(reasons, list)
-        or len(reasons) != len(answers)
-    ):
-        return turns
-    # Once it gave truncated answers no mark if they were to be learned.
-    turns = list(turns)
-    for i, reason in zip(answers, reasons, strict=True):
-        if reason == "length":
-            turns[i] = {"weight": 1, CUT_OFF: reason, **turns[i]}
-    return turns
 
 
 def _is_list_of(value: Any, kind: type) -> bool:

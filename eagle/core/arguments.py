@@ -22,7 +22,8 @@ ONE_PROMPT = "one prompt at a time"
 def check_call(target: Any, drafter: Any, sampling: Any, budget: Any) -> None:
     """Refuse a target, drafter, sampling or budget that is of a wrong type or does not fit the others.
 
-    Every public call that decodes runs this first, so that a mistake is named before a forward runs.
+    Every public call that decodes runs this first, so that a mistake is named before a forward runs. All four come from
+    a user, so they may be of any type.
     """
     # a target is told by its attribute `reader`, because eagle.core must not import eagle.target
     if isinstance(target, Drafter) and hasattr(drafter, "reader"):
@@ -78,7 +79,7 @@ def _check_rule(sampling: Sampling, budget: Any, drafter: Drafter) -> None:
         sampling: How the target samples. Typical acceptance looks at the target's probabilities alone, so it has no use
             for the probabilities that sampled drafts were drawn from.
         budget: A `Budget`, or a policy, which may lack the fields `confidence` and `draw`.
-        drafter: The drafter, which may or may not predict how likely its nodes are accepted.
+        drafter: The drafter, which may or may not predict how likely its nodes are accepted (`rates_nodes`).
     """
     check_confidence(getattr(budget, "confidence", None), drafter)
     if getattr(budget, "draw", None) != "sampled":
@@ -91,6 +92,8 @@ def _check_rule(sampling: Sampling, budget: Any, drafter: Drafter) -> None:
 
 def check_confidence(confidence: float | None, drafter: Drafter) -> None:
     """Refuse a budget's confidence threshold if the drafter does not predict how likely its nodes are accepted.
+
+    A head that was trained with a confidence output has `rates_nodes`.
 
     Args:
         confidence: `Budget.confidence`, the least predicted probability of acceptance at which a node gets children;
@@ -152,6 +155,8 @@ def list_values(name: str, value: Any, count: int) -> list[Any]:
 def list_traces(traces: Any, count: int) -> list[Trace]:
     """Return a list of `count` traces, to which answers are written: the caller's, one for each prompt, or new ones.
 
+    A trace is the record of one answer: its tokens, its cycles and why it ended.
+
     Args:
         traces: The caller's list; None for new traces.
         count: The number of prompts.
@@ -179,7 +184,7 @@ def list_traces(traces: Any, count: int) -> list[Trace]:
 
 
 def check_unused(trace: Trace) -> None:
-    """Refuse a trace that records an answer already."""
+    """Refuse a trace (the record of one answer) that holds an answer already."""
     if trace.tokens or trace.cycles or trace.finish != "running":
         raise ValueError(
             f"the trace records an answer of {len(trace.tokens)} tokens already: pass a new Trace()"
@@ -187,14 +192,16 @@ def check_unused(trace: Trace) -> None:
 
 
 def boolean(name: str, value: Any) -> bool:
-    """Return the value; ValueError if it is neither True nor False."""
+    """Return the value of the option `name`; ValueError if it is neither True nor False."""
     if not isinstance(value, bool):
         raise ValueError(f"{name} is {_describe(value)}, expected True or False")
     return value
 
 
 def check_policy(policy: Any, samplings: Sequence[Sampling], batch_size: int) -> None:
-    """Refuse a policy, which chooses the drafts' sizes, if it cannot serve these samplings or this batch size.
+    """Refuse a policy that cannot serve these requests or this batch size.
+
+    A policy stands in place of a `Budget` and chooses the size of each draft (`eagle.core.budget.Policy`).
 
     Args:
         policy: A `Budget` or a policy; only policies may define `check_request`, which raises the error.
@@ -207,7 +214,7 @@ def check_policy(policy: Any, samplings: Sequence[Sampling], batch_size: int) ->
 
 
 def positive_int(name: str, value: Any) -> int:
-    """Return the value as an int; ValueError below 1."""
+    """Return the value of the option `name` as an int; ValueError if it is no whole number, or below 1."""
     number = whole(name, value)
     if number < 1:
         raise ValueError(f"{name} is {number}, expected 1 or more")
@@ -215,7 +222,7 @@ def positive_int(name: str, value: Any) -> int:
 
 
 def positive_ints(name: str, values: Any) -> tuple[int, ...]:
-    """Return several values as ints; ValueError for none, or below 1."""
+    """Return the values of the option `name` as ints; ValueError if there are none, or one is below 1 or not whole."""
     if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable):
         raise ValueError(
             f"{name} is {_describe(values)}, expected whole numbers in a list, as (1, 4)"
@@ -227,7 +234,9 @@ def positive_ints(name: str, values: Any) -> tuple[int, ...]:
 
 
 def prompt_rows(prompt: Any, batch_size: int | None = None) -> list[list[int]] | None:
-    """Return several prompts (or any with a `batch_size`) as lists of ints; None for a single prompt.
+    """Return several prompts as lists of token ids; None for a single prompt, which `token_ids` reads instead.
+
+    A list of one prompt counts as several if the call has a `batch_size`.
 
     Args:
         prompt: Several prompts are a list of what `token_ids` takes, a tensor or array [B, T] of B prompts with T
@@ -269,7 +278,10 @@ def prompt_rows(prompt: Any, batch_size: int | None = None) -> list[list[int]] |
 
 
 def _list_rows(value: Any) -> list[Any] | None:
-    """Return the prompts of a value that can hold several, each in its own form, or None if it is a single prompt."""
+    """Return the prompts of a value that can hold several, each in its own form, or None if it is a single prompt.
+
+    `prompt` of the public calls may be either.
+    """
     # a tensor or an array of any library: two dimensions are several prompts
     if hasattr(value, "tolist"):
         return list(value) if len(value.shape) == 2 else None
@@ -301,12 +313,12 @@ class PromptTokens(list[int]):
 
 
 def media_of(prompt: Sequence[int]) -> dict[str, Any]:
-    """Return the image inputs of a prompt by name; an empty dict for a prompt of text alone."""
+    """Return what a processor made of a prompt's images, such as pixel values, by name; {} for a text prompt."""
     return prompt.media if isinstance(prompt, PromptTokens) else {}
 
 
 def is_setting(name: str, value: Any) -> bool:
-    """Return whether an input that came with images is a setting of the image encoder, such as a layer's index.
+    """Return whether an input that a processor gave with image data is a setting, such as a layer of the image encoder.
 
     A setting is passed to the model as it is. All other inputs are data, and are made tensors on the model's device.
     """
@@ -375,7 +387,10 @@ def _input_ids(prompt: Mapping[str, Any]) -> list[int]:
 
 
 def _media_in(prompt: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all outputs of a processor but tokens and mask, by name, if images are among them, else an empty dict."""
+    """Return all outputs of a processor but tokens and mask, by name, if images are among them, else an empty dict.
+
+    A vision model's forward takes them beside the tokens.
+    """
     # inputs such as token types are needed only to tell image tokens from text, so they are dropped without images
     media = {
         name: value

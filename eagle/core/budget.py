@@ -33,7 +33,10 @@ class Budget:
     confidence: float | None = None
 
     def __post_init__(self) -> None:
-        """Check the fields; ValueError names the field, what it holds and what is expected."""
+        """Check the fields; ValueError names the field, what it holds and what is expected.
+
+        Users make budgets, so that a mistake is named here and not in the middle of a forward.
+        """
         # object.__setattr__, because a frozen dataclass refuses to set its fields in any other way
         for name in ("nodes", "depth", "top_k"):
             value = whole(f"Budget.{name}", getattr(self, name))
@@ -113,11 +116,14 @@ class Budget:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it allows no draft tokens."""
+        """Whether it allows no draft tokens, so that the target decodes one token at a time."""
         return min(self.nodes, self.depth, self.top_k) == 0
 
     def within(self, levels: int) -> Budget:
-        """Return this budget with a depth of at most `levels`; it allows no drafts if these are 0 or fewer."""
+        """Return this budget with a depth of at most `levels`; it allows no drafts if these are 0 or fewer.
+
+        The decoding loop calls it in each cycle, because an answer may end before a full draft would.
+        """
         if self.depth <= levels:
             return self
         return replace(self, depth=max(levels, 0))
@@ -155,11 +161,9 @@ class Policy(Protocol):
 
         A cycle is one draft, one forward of the target, and the tokens on which both agree.
         """
-        ...
 
     def learn(self, cycle: Any) -> None:
         """Learn from the outcome of a cycle (`eagle.core.trace.Cycle`): its tree, accepted nodes and seconds."""
-        ...
 
 
 def describe_budget(budget: Mapping[str, Any]) -> str:

@@ -47,14 +47,18 @@ class TargetHead:
     width: int | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TargetHead:
-        """Return itself, so that `copy.deepcopy` of a drafter copies none of the target's weights."""
+        """Return itself, so that `copy.deepcopy` of a drafter copies none of the target's weights.
+
+        It is shared, and the weights may be large.
+        """
         return self
 
     @property
     def scale(self) -> float:
         """The factor from a row of the embedding matrix to the embedding that the first layer reads.
 
-        It is `embed_scale` times the factor that the embedding module applies itself, as Gemma's does.
+        It is `embed_scale` times the factor that the embedding module applies itself, as Gemma's does. A store of the
+        target's head keeps it, because only the matrix is written there.
         """
         # rounded to the weights' precision, as the module does
         factor = torch.as_tensor(getattr(self.embedding, "embed_scale", 1.0))
@@ -99,10 +103,10 @@ class TargetHead:
         return logits
 
     def slope(self, logits: Tensor, hidden: Tensor) -> Tensor | None:
-        """Return the derivative of each logit by its value before the softcap, [.., V]; None without a softcap.
+        """Return the derivative of each logit by its value before the softcap, [.., V]; None if there is no softcap.
 
-        `pull_back` needs it. The loss computes gradients by hand, chunk by chunk, so it asks before it overwrites the
-        logits.
+        `pull_back` needs it. The loss computes gradients by hand, one chunk of tokens at a time, and overwrites the
+        logits with them, so it asks for this before.
 
         Args:
             logits: [.., V], of V tokens, after the softcap.
@@ -133,6 +137,8 @@ class TargetHead:
     def narrow(self, tokens: Tensor | slice) -> TargetHead:
         """Return a head whose logits are those of a subset of the vocabulary, in the order of `tokens`.
 
+        Drafters with a draft vocabulary, a part of the target's, learn and draft with such a head.
+
         Args:
             tokens: Token ids, for which rows of the matrix are copied; or a slice of ids, which copies nothing.
         """
@@ -146,7 +152,10 @@ class TargetHead:
         return replace(self, output=output)
 
     def cast(self, dtype: torch.dtype) -> TargetHead:
-        """Return this head in a precision: itself if it has that precision already, else a copy."""
+        """Return this head in a precision: itself if it has that precision already, else a copy.
+
+        Training does so if the drafter has another precision than the target.
+        """
         if self.weight.dtype == dtype:
             return self
         embedding = in_dtype(copy.deepcopy(self.embedding), dtype)
@@ -155,7 +164,7 @@ class TargetHead:
 
     @property
     def is_linear(self) -> bool:
-        """Whether the logits are a linear function of the hidden states, without a softcap."""
+        """Whether the logits are a linear function of the hidden states: the LM head has no softcap."""
         return self.softcap is None
 
     def start_matrix(self) -> Tensor:
@@ -167,7 +176,7 @@ class TargetHead:
 
     @property
     def weight(self) -> Tensor:
-        """The LM head's matrix, [V, D]: a row of the target's width D for each of V tokens."""
+        """The LM head's matrix, [V, D]: a row of D numbers, the target's width, for each of V tokens."""
         return self.output.get_parameter("weight")
 
 
@@ -216,6 +225,8 @@ class Noise(Protocol):
     def filter_logits(self, logits: Tensor) -> Tensor:
         """Return the logits, far lower for tokens that a target with these logits would not sample (top-k, top-p, ...).
 
+        A drafter that samples then does not propose tokens that are always rejected.
+
         Args:
             logits: [K, V], K distributions over V tokens.
         """
@@ -238,7 +249,10 @@ class Reads:
 
     @property
     def trees(self) -> bool:
-        """Whether the drafter reads what the target computes at the nodes of a draft tree, rejected ones included."""
+        """Whether the drafter reads what the target computes at the nodes of a draft tree, rejected ones included.
+
+        Then the tree must be on the host, and the loop returns it to the drafter after verification.
+        """
         return bool(self.choices or self.states or self.followers)
 
 
@@ -257,7 +271,10 @@ class Followers(NamedTuple):
 
     @classmethod
     def join(cls, batches: Sequence[Followers]) -> Followers | None:
-        """Join consecutive batches, each of the tokens of one forward, into one; None if there are none."""
+        """Join consecutive batches, each of the tokens of one target forward, into one; None if there are none.
+
+        A drafter that did not draft for some cycles gets all that the target read in them at once.
+        """
         if not batches:
             return None
         tokens, likeliest = zip(*batches, strict=True)
@@ -283,6 +300,8 @@ class Committed:
     @classmethod
     def join(cls, updates: Sequence[Committed]) -> Committed:
         """Join consecutive updates of one sequence into one, for a drafter that did not draft in the cycles between.
+
+        A cycle is one draft, one forward of the target, and the tokens on which both agree.
 
         Args:
             updates: At least one, the oldest first; each holds the tokens that one cycle has committed.
@@ -321,7 +340,7 @@ class DraftState(Protocol):
     """A drafter's state for several sequences, by row."""
 
     def admit(self, row: int, noise: Noise | None = None) -> None:
-        """Begin a sequence in a row; `noise` is the target's sampling noise (None if it is greedy)."""
+        """Begin a sequence as `row` of the batch; `noise` is the target's sampling noise (None if it is greedy)."""
 
     def propose(
         self, updates: Mapping[int, Committed], budgets: Mapping[int, Budget]
@@ -337,7 +356,7 @@ class DraftState(Protocol):
         """Copy the state of `row` to a new row `other`: beam search continues one beam as several."""
 
     def release(self, row: int) -> None:
-        """Drop the state of a row whose sequence has ended."""
+        """Drop the state of `row`, whose sequence has ended."""
 
 
 class Drafter:
@@ -372,7 +391,9 @@ class Drafter:
         return self.bound_to
 
     def begin(self, noise: Noise | None = None) -> DraftSequence:
-        """Return the state for one new sequence; by default `open` makes a state for several, of which this is one row.
+        """Return the state for one new sequence, such as a KV cache; a drafter defines this or `open`.
+
+        By default `open` makes a state for several sequences, of which this is the only row.
 
         Args:
             noise: The target's sampling noise, fixed by position, which drafts may use; None if the target is greedy.
@@ -389,7 +410,10 @@ class Drafter:
         return _SingleSequence(self.open(), noise)
 
     def open(self) -> DraftState:
-        """Return the state for several sequences decoded in a batch; by default one state of `begin` for each."""
+        """Return the state for several sequences decoded in a batch; by default one state of `begin` for each.
+
+        A drafter defines this or `begin`.
+        """
         return PerSequenceState(self)
 
     def open_with(self, sequences: Any) -> DraftState:
@@ -427,6 +451,8 @@ class Drafter:
     def unread(self, accepted: int, depth: int) -> int:
         """Return how many tokens the next draft's first forward reads: those that the drafter has not read yet.
 
+        A draft's seconds are forecast from it and from `forwards`.
+
         Args:
             accepted: How many draft tokens of the last tree were accepted, the root not counted.
             depth: The levels of that tree.
@@ -447,6 +473,8 @@ class Drafter:
 
     def probe(self, context: int, rows: int, scored: int) -> Callable[[], Any] | None:
         """Return a function that runs one forward of the drafter, to be timed; None if it has no forward.
+
+        The policy of draft lengths and the tuner time it, to know the seconds of drafts of each size.
 
         Args:
             context: How many tokens are in the KV cache before the forward.
@@ -470,7 +498,7 @@ class _SingleSequence:
         state.admit(0, noise)
 
     def propose(self, update: Committed, budget: Budget) -> DraftTree:
-        """Return a tree after the newly committed tokens `update`, within `budget`: that of the state's only row, 0."""
+        """Return the draft tree after the new tokens `update`, within `budget`, from row 0, the state's only one."""
         return self.state.propose({0: update}, {0: budget})[0]
 
 
@@ -478,19 +506,19 @@ class PerSequenceState:
     """Several sequences, each with its own `DraftSequence`, drafted for one after the other."""
 
     def __init__(self, drafter: Drafter) -> None:
-        """Begin without rows; `drafter` makes the state of each new one."""
+        """Begin without rows (sequences); `drafter.begin` makes the state of each new one."""
         self.drafter = drafter
         # row -> the state of its sequence
         self.sequences: dict[int, DraftSequence] = {}
 
     def admit(self, row: int, noise: Noise | None = None) -> None:
-        """Begin a sequence in a row, with a state of its own; `noise` is the target's (None if it is greedy)."""
+        """Begin a sequence as `row`, with a state of its own; `noise` is the target's (None if it is greedy)."""
         self.sequences[row] = self.drafter.begin(noise)
 
     def propose(
         self, updates: Mapping[int, Committed], budgets: Mapping[int, Budget]
     ) -> dict[int, DraftTree]:
-        """Return a tree for each row, drafted one after the other; `RowErrors` if only some rows fail.
+        """Return a tree for each row (sequence), drafted one after the other; `RowErrors` if only some rows fail.
 
         Args:
             updates: Row -> the tokens that were committed since this row's last call.
@@ -498,20 +526,20 @@ class PerSequenceState:
         """
 
         def propose_row(row: int) -> DraftTree:
-            """Return the tree of one row, from the state of its own sequence."""
+            """Return the tree of one row (sequence), by the state of its own; `run_rows` calls this for each."""
             return self.sequences[row].propose(updates[row], budgets[row])
 
         return run_rows(updates, propose_row)
 
     def fork(self, row: int, other: int) -> None:
-        """Copy the state of `row` to the new row `other`; the drafter itself is shared."""
+        """Copy the state of the sequence `row` to a new one, `other`, for beam search; the drafter itself is shared."""
         # deepcopy takes objects that its memo holds already for copied, so weights and tables are not duplicated
         shared = [self.drafter, *vars(self.drafter).values()]
         memo = {id(value): value for value in shared}
         self.sequences[other] = copy.deepcopy(self.sequences[row], memo)
 
     def release(self, row: int) -> None:
-        """Drop the row's state, as its sequence has ended."""
+        """Drop the state of `row`, whose sequence has ended."""
         del self.sequences[row]
 
 
@@ -552,10 +580,10 @@ class TrainableDrafter(nn.Module, Drafter):
 
     @classmethod
     def context_taps(cls, settings: Any, target_config: Any) -> tuple[int, ...]:
-        """Return the taps (target layers) that training reads at every position, not only near supervised tokens.
+        """Return the taps (target layers) that the head reads at all tokens, also far from supervised ones.
 
-        A store of features keeps other taps only where a supervised token is predicted. The arguments are those of
-        `taps_for`, whose taps these are by default.
+        A store of features on disk keeps other taps only where a supervised token is predicted. The arguments are those
+        of `taps_for`, whose taps these are by default.
         """
         return cls.taps_for(settings, target_config)
 
@@ -601,22 +629,29 @@ class TrainableDrafter(nn.Module, Drafter):
         raise NotImplementedError(f"{cls.__name__} cannot be made for a target: write for_target")
 
     def bind(self, target_head: TargetHead) -> TrainableDrafter:
-        """Give the head the target's embedding and LM head, which it needs to draft; return it in evaluation mode."""
+        """Give the head the target's embedding and LM head, which it needs to draft; return it in evaluation mode.
+
+        Nothing is copied: the target's modules stay its own, and are not stored with the head.
+        """
         self.bound_to = (target_head,)
         return self.eval()
 
     def compile_parts(self) -> None:
-        """Train with functions compiled by `torch.compile` from now on; results are the same up to rounding."""
+        """Train with modules compiled by `torch.compile` from now on; results are the same up to rounding.
+
+        Here there is nothing to compile, so it refuses; a head with such modules replaces this method.
+        """
         raise ValueError(f"{type(self).__name__} has no parts to compile: leave train.compile out")
 
     def divisors(self, masks: Sequence[Tensor], seeds: Sequence[int]) -> tuple[float, ...] | None:
-        """Return by what numbers `forward` divides its sums, for these sequences; None if by their supervised slots.
+        """Return the numbers by which `forward` divides its sums over these sequences; None: by supervised tokens.
 
-        A step that is split into several batches needs these numbers of the whole step.
+        A step that is split into several batches needs these numbers of the whole step, so that its loss does not
+        depend on the split.
 
         Args:
             masks: The loss mask of each sequence, [T] for T tokens: true at supervised tokens.
-            seeds: The random seed of each sequence, as some losses sample the slots that they count.
+            seeds: The random seed of each sequence, as some losses sample the positions that they count.
         """
         return None
 
@@ -634,7 +669,7 @@ class TrainableDrafter(nn.Module, Drafter):
     def validate(
         self, batch: Batch, target_head: TargetHead, trees: dict[str, Paths]
     ) -> dict[str, Tensor]:
-        """Return sums of this batch, from which drafters/parts/validation.py makes the validation figures.
+        """Return sums of this batch, from which drafters/parts/validation.py makes the figures of validation.
 
         Sums and not means, because they are added up over batches and processes first.
 

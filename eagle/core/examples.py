@@ -40,7 +40,7 @@ class Drafts:
         """Return the drafts of concatenated sequences as one, or None if no sequence has any.
 
         A slot is the index of the token whose target state a draft starts from; in the result it is an index in the
-        concatenation.
+        concatenation. A batch concatenates its sequences without padding.
 
         Args:
             drafts_by_sequence: Of each sequence, with slots counted from its own first token; None: it has no drafts.
@@ -123,13 +123,16 @@ class Batch:
         return self.loss_mask.split(self.lengths)
 
     def select_taps(self, taps: tuple[int, ...]) -> Tensor:
-        """Return the target's hidden states at these taps (layers), [N, len(taps), D]: width D, at each of N tokens."""
+        """Return the target's hidden states at these taps, [N, len(taps), D]: width D, at each of N tokens.
+
+        A tap is the index of a layer of the target, whose input was recorded as a feature.
+        """
         if taps == self.taps:
             return self.features
         return torch.stack([self.features[:, self.taps.index(tap)] for tap in taps], dim=1)
 
     def places_behind(self, slots: Tensor, steps: Tensor | int) -> Tensor:
-        """Return the token indices, in the batch, that drafts from these slots read in one of their steps.
+        """Return the indices, in the batch, of the tokens that drafts from these slots read in one of their steps.
 
         A draft from slot s reads token s + 1 in its first step, then s + 2, and so on: tokens of the sequence, or
         the head's own drafts in a batch made by `on_drafts`. Near the end of a sequence an index may belong to another
@@ -157,7 +160,7 @@ class Batch:
         """Return the batch with its drafts appended, for a loss on what the head drafted by itself.
 
         Only the slots where a draft starts are supervised, and a draft's steps after the first read the drafted tokens
-        in place of the sequence's.
+        in place of the sequence's. A slot is the index of the token whose target state a draft starts from.
         """
         assert self.drafts is not None
         # A drafts of K tokens each, padding included: slots [A], tokens [A, K], the target's states [A, K, L, D]
@@ -198,12 +201,18 @@ class Batch:
 
 
 def _pin(tensor: Tensor) -> Tensor:
-    """Return a tensor of the host in pinned (page-locked) memory; one on a device as it is."""
+    """Return a host tensor in pinned (page-locked) memory, from which copies to a GPU overlap with computing.
+
+    A tensor on a device is returned as it is.
+    """
     return tensor.pin_memory() if tensor.device.type == "cpu" else tensor
 
 
 def lengths_of(examples: Sequence[Example]) -> list[int]:
-    """Return the number of tokens of each example."""
+    """Return the number of tokens of each example, which decides how examples are packed into batches.
+
+    Examples that are stored on disk have an attribute `lengths`, so that none of them is read.
+    """
     # examples on disk know their lengths without being read
     stored = getattr(examples, "lengths", None)
     if stored is not None:
@@ -212,7 +221,10 @@ def lengths_of(examples: Sequence[Example]) -> list[int]:
 
 
 def count_shared(first: Tensor, second: Tensor) -> int:
-    """Return the number of tokens that two sequences [T] share from their beginning."""
+    """Return the number of tokens that two sequences [T] share from their beginning.
+
+    Two examples of one conversation share a prefix, of which the target then computes features once.
+    """
     length = min(len(first), len(second))
     differing = (first[:length] != second[:length]).nonzero()
     return int(differing[0]) if len(differing) else length
@@ -220,6 +232,8 @@ def count_shared(first: Tensor, second: Tensor) -> int:
 
 def trim_mask(loss_mask: Tensor) -> Tensor:
     """Return the loss mask up to its last supervised token, with the first two entries false: no drafter predicts them.
+
+    Tokens after the last supervised one have no influence on the loss, so a batch leaves them out.
 
     Args:
         loss_mask: [T] bool, true at the supervised ones of a sequence's T tokens. It is not changed.
@@ -240,7 +254,8 @@ def gate_mask(mask: Tensor, gate: str) -> Tensor:
     """Return the loss mask that the recipe key `train.gate` asks for, of the same length.
 
     With "predicted" it is the mask itself: a slot counts if the token that it predicts is supervised. With "read" it is
-    shifted by two, as in published code: slot s, which predicts token s + 2, counts if token s is supervised.
+    shifted by two, as in published code: slot s, which reads the target's state at token s and predicts token s + 2,
+    counts if token s is supervised.
 
     Args:
         mask: [T] bool, true at the supervised ones of a sequence's T tokens.
@@ -325,19 +340,20 @@ class Features(Protocol):
     together: bool  # whether all processes must read at once, each equally often
     sampled: bool  # whether a loss mask may differ from `mask`, and is known only once the example is read
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        """Return the number of examples."""
 
     def read(self, indices: Sequence[int]) -> list[Example]:
-        """Return the examples at these indices, with their features."""
-        ...
+        """Return the examples at these indices, with their features.
+
+        They are read from a disk, or computed by a forward of the target.
+        """
 
     def mask(self, index: int) -> Tensor:
-        """Return the loss mask of an example, [T] bool for T tokens, without its features being read."""
-        ...
+        """Return the loss mask of an example, [T] bool, true at supervised tokens, without reading its features."""
 
     def tokens_and_mask(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return the tokens and the loss mask of an example, both [T], without its features being read."""
-        ...
+        """Return the token ids and the loss mask of an example, both [T], without reading its features."""
 
 
 def run_ahead(jobs: Iterable[Callable[[], Result]]) -> Generator[Result]:

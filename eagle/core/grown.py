@@ -34,12 +34,14 @@ class NodeShape:
     depths: Tensor  # [B, N], steps from the root
 
     def map(self, function: Callable[[Tensor], Tensor]) -> NodeShape:
-        """Return the shape with `function` applied to parents, tree mask and depths, as to move or to pick trees."""
+        """Return the shape with `function` applied to its three tensors, such as one that selects trees."""
         return NodeShape(function(self.parents), function(self.tree_mask), function(self.depths))
 
 
 def find_shape(parents: Tensor, levels: int) -> NodeShape:
     """Return the ancestors and depths of all nodes of several trees, on the device of `parents`.
+
+    It has no loop over nodes, so that a GPU runs few kernels and the host need not wait for it.
 
     Args:
         parents: [B, N], the parent of each of the N nodes of B trees; of node 0, the root, it is 0 or -1.
@@ -65,7 +67,7 @@ def fixed_shape(parents: tuple[int, ...], device: torch.device) -> NodeShape:
 
     Args:
         parents: The parent of each node; of node 0, the root, it is 0 or -1.
-        device: Where the tensors lie afterwards.
+        device: The device of the result's tensors.
     """
     # a tree of N nodes has fewer than N levels
     shape = find_shape(torch.tensor(parents)[None], len(parents))
@@ -96,7 +98,8 @@ class DeviceTrees:
             parents: [N], on the host, if all trees have one fixed shape.
             probs: [B, N, V], the drafter's probabilities of V tokens that each node was sampled from; None for trees
                 that were not sampled.
-            leaves_nodes_out: Whether some nodes may be `LEFT_OUT`, which do not belong to their tree.
+            leaves_nodes_out: Whether some nodes may have the token `LEFT_OUT`: they only fill the fixed number of
+                nodes, and do not belong to their tree.
         """
         self.rows = list(rows)
         self.columns = columns
@@ -111,18 +114,25 @@ class DeviceTrees:
 
     @property
     def size(self) -> int:
-        """The number of nodes of each tree, with the root and the `LEFT_OUT` nodes."""
+        """The number of nodes of each tree, with the root and the `LEFT_OUT` nodes that fill the fixed size."""
         return self.columns.shape[2] + 1
 
     @cached_property
     def tokens(self) -> Tensor:
-        """The tokens of B trees of N nodes, [B, N], on the device; `LEFT_OUT` for nodes that belong to no tree."""
+        """The tokens of B trees of N nodes, [B, N], on the device, the roots first.
+
+        `LEFT_OUT` stands for nodes that only fill the fixed size and belong to no tree.
+        """
+        # `columns` hold one tensor column for each draft node; the roots are known on the host alone
         roots = upload(torch.tensor(self.roots)[:, None], self.columns.device)
         return torch.cat([roots, self.columns[:, 0]], dim=1)
 
     @cached_property
     def shape(self) -> NodeShape:
-        """Parents, ancestors and depths of all trees' nodes, on the device, with the `LEFT_OUT` nodes."""
+        """Parents, ancestors and depths of all trees' nodes, on the device.
+
+        Nodes that only fill the fixed size (`LEFT_OUT`) are among them.
+        """
         if self.parents is None:
             # columns hold tokens, parents and likelihoods, in this order; a parent of 0 is added for the root
             return find_shape(F.pad(self.columns[:, 1], (1, 0)), self.levels)
@@ -134,6 +144,8 @@ class DeviceTrees:
     def pick(self, indices: Sequence[int]) -> tuple[Tensor, NodeShape]:
         """Return the tokens and the shape of some of the trees, on the device.
 
+        They are read by the target in one forward.
+
         Args:
             indices: Of B trees, in the order of the result, whose tokens are [B, N] with N nodes each.
         """
@@ -144,8 +156,10 @@ class DeviceTrees:
     def tree(self, index: int) -> DraftTree:
         """Return one of the trees as a `DraftTree` on the host, read from the device if it was not yet.
 
+        One transfer reads all groups of trees that the drafter proposed together.
+
         Args:
-            index: Of the tree in this group.
+            index: Of the tree among these trees.
         """
         # one transfer reads all groups of the proposal and sets their `host_columns`
         if self.host_columns is None:
@@ -165,7 +179,10 @@ class DeviceTrees:
         return _leave_out(tokens, parents, likelihoods=bits.int().view(torch.float32))
 
     def renumber(self, index: int, path: list[int]) -> list[int]:
-        """Turn a path's node numbers on the device into those of the host's tree, which lacks the `LEFT_OUT` nodes.
+        """Turn a path's node numbers on the device into those of the same tree on the host.
+
+        On the device all trees have equally many nodes. Those with the token `LEFT_OUT` only fill that number, and the
+        host's tree lacks them.
 
         Args:
             index: Of the tree in this group.
@@ -188,7 +205,10 @@ class GrownTree(DraftTree):
 
     @classmethod
     def of(cls, device_trees: DeviceTrees, index: int) -> GrownTree:
-        """Return the tree of this index in a group of trees on a device, without a transfer to the host."""
+        """Return the tree of this index in a group of trees on a device, without a transfer to the host.
+
+        Its fields are read only when they are asked for.
+        """
         # DraftTree's own __init__ would check the fields, which are not on the host yet
         tree = object.__new__(cls)
         object.__setattr__(tree, "device_trees", device_trees)
@@ -210,20 +230,24 @@ class GrownTree(DraftTree):
 
     @property
     def levels(self) -> int:
-        """The most levels that the tree may have below its root, told without a transfer to the host."""
+        """The most levels that the tree may have below its root, known without waiting for the device."""
         return max(self.depths()) if self.device_trees is None else self.device_trees.levels
 
     @property
     def columns(self) -> int:
-        """The number of nodes that the target reads, with the root and the `LEFT_OUT` nodes."""
+        """The number of nodes that the target reads: the root, the tree's nodes, and those that fill the fixed size."""
         return len(self) if self.device_trees is None else self.device_trees.size
 
     def renumber(self, path: list[int]) -> list[int]:
-        """Turn a path's node numbers on the device into this tree's, which lacks the `LEFT_OUT` nodes."""
+        """Turn a path's node numbers on the device into this tree's, which lacks the nodes that fill the fixed size."""
         return path if self.device_trees is None else self.device_trees.renumber(self.index, path)
 
     def __len__(self) -> int:
-        """Return the number of nodes, the root included; trees that may have `LEFT_OUT` nodes are read for it."""
+        """Return the number of nodes, the root included.
+
+        Some nodes on the device may only fill the fixed size (token `LEFT_OUT`). They do not count, and then the host
+        must read the tree first.
+        """
         # nodes that were left out can only be counted once the host has the tokens
         if self.device_trees is None or self.device_trees.leaves_nodes_out:
             return len(self.tokens)
@@ -231,7 +255,10 @@ class GrownTree(DraftTree):
 
 
 def lies_on_device(tree: object) -> TypeGuard[GrownTree]:
-    """Return whether a tree is on a device and the host has not read it yet."""
+    """Return whether a tree is on a device and the host has not read it yet.
+
+    Such a tree is verified on the device, without waiting for it.
+    """
     if not isinstance(tree, GrownTree) or tree.device_trees is None:
         return False
     return tree.device_trees.host_columns is None
@@ -245,8 +272,8 @@ def hand_over(
     They are read from the device now (`at_once`), or when one of their fields is first asked for.
 
     Args:
-        groups: The trees of some rows; the other rows get a tree with the root alone. They are told their root tokens
-            and each other, so that one transfer reads all.
+        groups: The trees of some rows (sequences of the batch); the other rows get a tree with the root alone. They are
+            told their root tokens and each other, so that one transfer reads all.
         roots: The root token of every row.
         at_once: Whether to read all trees now. Sampled trees are read in any case, as the host verifies them.
     """
@@ -263,12 +290,12 @@ def hand_over(
 
 
 def read_trees(groups: Sequence[DeviceTrees]) -> None:
-    """Copy the columns of groups of trees to the host, where each keeps its own; one transfer, for which it waits."""
+    """Copy the nodes of groups of trees to the host in one transfer, for which it waits; each group keeps its own."""
     _store_columns(groups, to_host([group.columns for group in groups]))
 
 
 def _store_columns(groups: Sequence[DeviceTrees], columns: Sequence[Tensor]) -> None:
-    """Set each group's `host_columns` to its columns, which were copied to the host."""
+    """Set each group's `host_columns`, the tokens (and parents) of its trees' nodes, to what was copied to the host."""
     for group, host_columns in zip(groups, columns, strict=True):
         group.host_columns = host_columns
 
@@ -289,7 +316,8 @@ def lay_out(
     """
     if not any(map(lies_on_device, trees)):
         return stack_trees(trees)
-    # LEFT_OUT is no index of the embedding: those nodes are read as another token, and are never accepted
+    # LEFT_OUT marks nodes that only fill the fixed size of trees on a device. It is no index of the embedding, so these
+    # nodes are read as another token; they are never accepted.
     tokens, shape = place_trees(trees, device)
     return tokens.clamp(0, vocab_size - 1), shape.depths, shape.tree_mask
 
@@ -297,8 +325,9 @@ def lay_out(
 def place_trees(trees: Sequence[DraftTree], device: torch.device) -> tuple[Tensor, NodeShape]:
     """Return the trees' tokens and shape as tensors on a device; trees on the host are uploaded.
 
-    Tokens are [B, N], of B trees padded to the N nodes of the largest. A node of padding has the token `LEFT_OUT`,
-    attends only to itself, and has the root's depth.
+    Tokens are [B, N], of B trees padded to the N nodes of the largest. A node of padding, which only fills the size,
+    has the token `LEFT_OUT`, attends only to itself, and has the root's depth. The target reads them and `walk_trees`
+    verifies them there.
     """
     # trees of one `DeviceTrees` share its tensors, and are picked from them together; a host tree is its own group
     groups = {id(tree.device_trees) if lies_on_device(tree) else id(tree) for tree in trees}
@@ -325,7 +354,7 @@ def place_trees(trees: Sequence[DraftTree], device: torch.device) -> tuple[Tenso
 
 
 def _place_group(trees: Sequence[DraftTree], device: torch.device) -> tuple[Tensor, NodeShape]:
-    """Return the tokens [B, N] and the shape of B trees of N nodes, all of one `DeviceTrees`, or of one host tree."""
+    """Return the tokens [B, N] and the shape of B trees of N nodes that were grown together, or of one host tree."""
     first = trees[0]
     # trees on the host come one by one
     if not lies_on_device(first):
@@ -342,7 +371,9 @@ def _leave_out(
     draft_probs: Tensor | None = None,
     likelihoods: Tensor | None = None,
 ) -> DraftTree:
-    """Return a tree on the host without its `LEFT_OUT` nodes, whose descendants are all `LEFT_OUT`, too.
+    """Return a tree on the host without the nodes that only filled the fixed size of trees on the device.
+
+    Their token is `LEFT_OUT`. All descendants of such a node are of this kind, too.
 
     Args:
         tokens: [N], of all nodes, the root first; `LEFT_OUT` for nodes that do not belong to the tree.
@@ -380,7 +411,8 @@ def walk_trees(tokens: Tensor, shape: NodeShape, choices: Tensor, width: int) ->
     A node is accepted if its token, and that of each of its ancestors, is the target's choice after the parent.
 
     Args:
-        tokens: [B, N], the token of each of N nodes of B trees; `LEFT_OUT`, which no choice equals, for padding.
+        tokens: [B, N], the token of each of N nodes of B trees; nodes that only fill the fixed size have `LEFT_OUT`,
+            which no choice equals.
         shape: Parents and ancestors of the nodes.
         choices: [B, N], the token that the target chose after each node.
         width: The most nodes of a path, the root included: the number of columns of the result's paths.
@@ -404,6 +436,8 @@ def walk_trees(tokens: Tensor, shape: NodeShape, choices: Tensor, width: int) ->
 
 def walk_outputs(rows: Sequence[tuple[TargetOutput, Choose]]) -> Walks:
     """Choose the target's token after each node, and return the accepted paths; at least one tree is on the device.
+
+    All rows of a batch are verified together, and nothing is copied to the host yet: `read_walks` does that.
 
     Args:
         rows: For each row of the batch the target's output on its tree, and how the target chooses. Noise that is
@@ -431,7 +465,7 @@ def walk_outputs(rows: Sequence[tuple[TargetOutput, Choose]]) -> Walks:
 def read_walks(
     rows: Sequence[tuple[TargetOutput, Choose]], walks: Walks
 ) -> list[tuple[list[int], int]]:
-    """Copy the outcomes of `walk_outputs` and the trees to the host, in one transfer.
+    """Copy the accepted paths and the trees of several rows (sequences) to the host, in one transfer.
 
     Args:
         rows: For each row of the batch the target's output on its tree, and how the target chooses.

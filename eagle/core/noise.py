@@ -39,6 +39,8 @@ class Noise:
     def __call__(self, positions: Sequence[int], vocab_size: int, device: torch.device) -> Tensor:
         """Return the noise at P positions of the sequence, [P, V]; it is cached until `forget`.
 
+        Adding it to log-probabilities and taking the best token is a sample (Gumbel-max).
+
         Args:
             positions: The positions of the tokens that are chosen with it.
             vocab_size: V, the size of the target's vocabulary.
@@ -48,11 +50,17 @@ class Noise:
         return torch.stack([self.rows[position] for position in positions])
 
     def forget(self, position: int) -> None:
-        """Drop the cached noise of positions before `position`: their tokens are committed, and not chosen again."""
+        """Drop the cached noise of positions before `position`: their tokens are committed, and not chosen again.
+
+        The cache would otherwise grow with the sequence, by V numbers a token.
+        """
         self.rows = {key: row for key, row in self.rows.items() if key >= position}
 
     def key(self, position: int) -> int:
-        """Return the 64-bit number that the noise of all tokens at a position is hashed from."""
+        """Return the 64-bit number that the noise of all tokens at a position is hashed from.
+
+        It differs for every seed, request and position.
+        """
         return mix64(self.stream + position)
 
     def pick(self, scores: Tensor, position: int) -> int | None:
@@ -111,6 +119,8 @@ def fill_rows(
 ) -> None:
     """Make and cache the noise of several sequences at several positions at once, where it is not cached yet.
 
+    On a GPU one kernel for all costs as much as one for a single position.
+
     Args:
         requests: Pairs of a sequence's noise, whose cache `rows` changes, and the positions that are needed of it.
         vocab_size: The size of the vocabulary: the noise of a position has one number for each token.
@@ -149,14 +159,15 @@ def gumbel_rows(keys: Sequence[int], vocab_size: int, device: torch.device) -> T
 
 
 def _gumbel_at_once(keys: Sequence[int], vocab_size: int, device: torch.device) -> Tensor:
-    """Return the noise [P, V] of P keys over V tokens, by a number of kernels that does not depend on P.
+    """Return the noise [P, V] of P keys over V tokens on a GPU, by a number of kernels that does not depend on P.
 
-    The arguments are those of `gumbel_rows`.
+    A key is the 64-bit number of a position. The noise is made on `device`.
     """
     # a key has 64 bits, and is mixed in as two words of 32
     halves = torch.tensor([[_to_int32(key), _to_int32(key >> 32)] for key in keys])
     low, high = upload(halves.int(), device).unsqueeze(-1).unbind(1)  # each [P, 1]
     # int32 products wrap alike on all devices
+    # the same two rounds of hashing as in `_hash_words`, so that all devices make equal noise
     words = _mix32(_token_words(vocab_size, device) ^ low)
     words = _mix32(words ^ high)
     return _to_gumbel(((words >> 1) & 0x7FFFFFFF).float())
@@ -164,7 +175,11 @@ def _gumbel_at_once(keys: Sequence[int], vocab_size: int, device: torch.device) 
 
 @lru_cache(8)
 def _token_words(vocab_size: int, device: torch.device) -> Tensor:
-    """Return the number that the hash of each of V tokens starts from, [V] int32; it is cached, as no key enters it."""
+    """Return the number that the hash of each of V tokens starts from, [V] int32.
+
+    It is cached, because it is the same at all positions: a position's key is mixed in later.
+    """
+    # GOLDEN is odd, so the product is a bijection, and it makes neighbouring ids distant
     return torch.arange(vocab_size, dtype=torch.int32, device=device) * _to_int32(GOLDEN)
 
 
@@ -190,28 +205,33 @@ def _hash_words(tokens: np.ndarray[Any, Any], key: int) -> np.ndarray[Any, Any]:
 
 
 def _gumbel(words: np.ndarray[Any, Any]) -> Tensor:
-    """Return the Gumbel noise of N tokens, [N], from the upper 31 bits of their 32-bit hashes, on a CPU."""
+    """Return the Gumbel noise of N tokens, [N], from the upper 31 bits of their 32-bit hashes, on a CPU.
+
+    The lowest bit is dropped, because torch has no unsigned 32-bit integers.
+    """
     return _to_gumbel(torch.from_numpy((words >> np.uint32(1)).view(np.int32)).float())
 
 
 def _to_gumbel(values: Tensor) -> Tensor:
     """Turn uniform 31-bit whole numbers, held as fp32, into Gumbel noise in place, and return it."""
     # -u, where u is the middle of one of 2^31 equal intervals of (0, 1); the clamp keeps 1 - u above 0 after rounding
+    # the 31-bit number k stands for u = (k + 0.5) / 2^31
     negated = values.add_(0.5).mul_(-(2.0**-31)).clamp_(min=2.0**-24 - 1)
     # Gumbel: -log(-log(1 - u)). log1p keeps full precision where it matters: large noise comes from small u
     return negated.log1p_().neg_().log_().neg_()
 
 
 class DrafterNoise:
-    """The noise and filters that a drafter may use (`eagle.core.drafter.Noise`), in units of plain logits.
-
-    Args:
-        choose: How the target chooses (`eagle.core.verify.Choose`).
-        vocab_size: V.
-        device: Where the noise is made.
-    """
+    """The noise and filters that a drafter may use (`eagle.core.drafter.Noise`), in units of plain logits."""
 
     def __init__(self, choose: Any, vocab_size: int, device: torch.device) -> None:
+        """Make the noise that the drafter of one request may use.
+
+        Args:
+            choose: How the target chooses (`eagle.core.verify.Choose`).
+            vocab_size: V, the number of tokens that have noise at a position.
+            device: Where the noise is made.
+        """
         self.choose = choose
         self.temperature = choose.sampling.temperature
         self.vocab_size = vocab_size
@@ -220,7 +240,10 @@ class DrafterNoise:
 
     @cached_property
     def private(self) -> Noise:
-        """Noise for drafting only, made when first needed: drafts that shared the target's would bias the output."""
+        """Noise for drafting only, made when first needed.
+
+        It has another seed than the target's noise: sampled drafts that shared the target's would bias the output.
+        """
         return Noise(mix64(self.choose.private_seed), self.choose.sampling.request)
 
     def __call__(self, positions: list[int]) -> Tensor:
@@ -266,7 +289,10 @@ class DrafterNoise:
 
 
 def mix64(word: int) -> int:
-    """Return a bijection of 64-bit words in which every output bit depends on every input bit (splitmix64)."""
+    """Return a bijection of 64-bit words in which every output bit depends on every input bit (splitmix64).
+
+    The additive constant is 2^64 / golden ratio; the factors are Stafford's (Mix13).
+    """
     word = (word + 0x9E3779B97F4A7C15) % 2**64
     word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     word = (word ^ (word >> 27)) * 0x94D049BB133111EB % 2**64
@@ -279,7 +305,11 @@ def _to_int32(word: int) -> int:
 
 
 def _mix32(words: Tensor) -> Tensor:
-    """Return a bijective hash of int32 words; products wrap, and the masks clear the sign bits that shifts copy."""
+    """Return a bijective hash of int32 words.
+
+    The shifts and factors are those of lowbias32 (Wellons 2018), found by a search for little bias. Products wrap, and
+    the masks clear the sign bits that shifts of signed numbers copy.
+    """
     words = words ^ ((words >> 16) & 0xFFFF)
     words = words * 0x7FEB352D
     words = words ^ ((words >> 15) & 0x1FFFF)

@@ -21,7 +21,7 @@ class RowErrors(Exception):
     """
 
     def __init__(self, trees: Mapping[int, Any], errors: Mapping[int, Exception]) -> None:
-        """Keep the results and the errors, both by row, for the caller that catches this."""
+        """Keep the results and the errors, both by row (sequence of the batch), for the caller that catches this."""
         self.trees = dict(trees)
         self.errors = dict(errors)
         details = "; ".join(f"row {row}: {error!r:.200}" for row, error in self.errors.items())
@@ -33,7 +33,7 @@ def run_rows(rows: Iterable[int], run: Callable[[int], Result]) -> dict[int, Res
     """Call `run` for each row and return the results by row; an error in one row does not keep the others from running.
 
     Args:
-        rows: The numbers of the sequences of a batch.
+        rows: Numbers of rows; a row is one sequence of a batch.
         run: Row -> its result, such as a draft tree.
 
     Raises:

@@ -153,7 +153,10 @@ class Sampling:
             self._check_typical()
 
     def _check_typical(self) -> None:
-        """Refuse invalid bounds, and typical acceptance with a greedy target or another acceptance rule."""
+        """Refuse invalid bounds, and typical acceptance with a greedy target or another acceptance rule.
+
+        Typical acceptance takes epsilon and delta (Medusa).
+        """
         bounds = self.typical if isinstance(self.typical, tuple) else ()
         are_valid = all(isinstance(bound, float | int) and 0 < bound <= 1 for bound in bounds)
         if len(bounds) != 2 or not are_valid:
@@ -221,6 +224,8 @@ class Sampling:
 def _refuse_options(name: str, processor: Any) -> None:
     """Refuse a supported logits processor that has an option, beside its main one, that `warp` does not follow.
 
+    Drafted tokens could not be verified under such an option.
+
     Args:
         name: The processor's class.
         processor: The processor, whose attributes are its options.
@@ -246,7 +251,7 @@ def warp(logits: Tensor, sampling: Sampling) -> Tensor:
     """Return logits after temperature, top-k, top-p and min-p, whose softmax the target samples from; -inf if removed.
 
     Args:
-        logits: [N, V], of V tokens at N places, as after N nodes of a tree, after any repetition penalty.
+        logits: [N, V], of V tokens after each of N nodes of a tree; a repetition penalty is applied already.
         sampling: With a temperature above 0.
     """
     # each filter takes its probabilities over the tokens that the one before it has left, as in transformers
@@ -268,6 +273,8 @@ def warp(logits: Tensor, sampling: Sampling) -> Tensor:
 
 def rank_tokens(logits: Tensor, count: int) -> Tensor:
     """Return the tokens of the highest logits, highest first; of equal logits the lowest token id first.
+
+    The order of equal logits is fixed, so that drafts are the same on all devices.
 
     Args:
         logits: [K, V], of V tokens at K places.
@@ -296,9 +303,11 @@ def rank_tokens(logits: Tensor, count: int) -> Tensor:
 def _take_lowest(logits: Tensor, values: Tensor, tokens: Tensor) -> Tensor:
     """Return the C best tokens at K places, [K, C]; of the tokens whose logit equals the last of them, the lowest ids.
 
+    torch's `topk` returns any of several equal values; this replaces them by those with the lowest ids.
+
     Args:
         logits: [K, V], of V tokens.
-        values: [K, C], the C highest logits, highest first, as `topk` returns them.
+        values: [K, C], the C highest logits, highest first, as torch's `topk` returns them.
         tokens: [K, C], the tokens of these logits, with any of the equal ones.
     """
     vocab_size = logits.shape[-1]
@@ -315,7 +324,7 @@ def _take_lowest(logits: Tensor, values: Tensor, tokens: Tensor) -> Tensor:
 
 
 def in_fp32(logits: Tensor) -> Tensor:
-    """Return logits in fp32, in which probabilities are computed; those in fp64 stay as they are."""
+    """Return logits in fp32, in which probabilities are computed; fp64 stays, as bf16 is too coarse."""
     return logits if logits.dtype == torch.float64 else logits.float()
 
 

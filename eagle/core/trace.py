@@ -38,7 +38,7 @@ class Cycle:
 
     @property
     def depth(self) -> int:
-        """The levels of the proposed tree below its root."""
+        """The number of levels of the proposed tree below its root, which is the longest path of draft tokens."""
         return max(self.tree.depths())
 
     @property
@@ -48,7 +48,10 @@ class Cycle:
 
     @property
     def path(self) -> list[int]:
-        """The rank of each accepted token among its siblings, from 0: which of the drafter's proposals was right."""
+        """The rank of each accepted token among its siblings, from 0: which of the drafter's proposals was right.
+
+        Tuning counts these ranks, to find the tree shape with the most accepted tokens.
+        """
         children = self.tree.children()
         edges = pairwise((0, *self.kept))
         return [children[parent].index(node) for parent, node in edges]
@@ -110,7 +113,8 @@ class Trace:
     def cut(self, count: int) -> None:
         """End the answer after its first `count` tokens, and lower `committed` of the cycles that wrote the others.
 
-        The trace is changed in place, and its `finish` becomes "stop".
+        The trace is changed in place, and its `finish` becomes "stop". `committed` is the number of tokens that a
+        cycle, one draft and its verification, has added to the answer.
         """
         excess = len(self.tokens) - count
         del self.tokens[count:]
@@ -152,7 +156,10 @@ class Trace:
 
     @property
     def drafted(self) -> list[bool]:
-        """For each token of the answer, whether it is an accepted draft; the target chose the others itself."""
+        """For each token of the answer, whether it is an accepted draft; the target chose the others itself.
+
+        The target chose the others after each accepted draft.
+        """
         # the first token is chosen after the prompt, before any draft; there may be none yet
         marks = [False] * min(len(self.tokens), 1)
         for cycle in self.cycles:
@@ -211,7 +218,7 @@ class Spelling:
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        """Begin a text without tokens; calls add them."""
+        """Begin a text without tokens; each call adds one token, decoded by `tokenizer`."""
         self.tokenizer = tokenizer
         self.tokens: list[int] = []
         # tokens[begin:end] is decoded as context: it decides whether the next token begins with a space
@@ -235,7 +242,7 @@ class Spelling:
         return new
 
     def rest(self) -> str:
-        """Return the text of the tokens that are still held back, decoded after the tokens before them."""
+        """Return the text of the tokens that were not returned yet, such as a part of a character."""
         context = self._decode(self.begin, self.end)
         text = self._decode(self.begin, len(self.tokens))
         return text[len(context) :]

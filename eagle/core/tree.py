@@ -29,7 +29,10 @@ PUBLISHED_TREE: Paths = tuple(tuple(map(int, path)) for path in " ".join(LEVELS)
 
 
 def chain_paths(length: int) -> Paths:
-    """Return the shape of a chain of `length` draft tokens, as paths of ranks: (0,), (0, 0), ..."""
+    """Return the shape of a chain of `length` draft tokens, as paths of ranks: (0,), (0, 0), ...
+
+    A path names a node by the ranks, among their siblings, of the nodes on the way to it; in a chain all ranks are 0.
+    """
     return tuple((0,) * depth for depth in range(1, length + 1))
 
 
@@ -171,19 +174,22 @@ class DraftTree:
 
     @property
     def levels(self) -> int:
-        """The number of levels below the root."""
+        """The number of levels below the root: the length of the longest path."""
         return max(self.depths())
 
     @property
     def columns(self) -> int:
-        """The number of nodes that the target reads, and so of its cache's columns that the tree takes.
+        """The number of nodes that the target reads, and so of the positions that the tree takes in its KV cache.
 
         A tree on a device may have more than `len` of them (`GrownTree`).
         """
         return len(self)
 
     def renumber(self, path: list[int]) -> list[int]:
-        """Turn a path's node numbers in the target's forward into this tree's; they differ only in a `GrownTree`."""
+        """Turn a path's node numbers in the target's forward into this tree's.
+
+        They are equal here. They differ only in a tree on a device, which is padded to a fixed size (`GrownTree`).
+        """
         return path
 
     def depths(self) -> list[int]:
@@ -204,6 +210,7 @@ class DraftTree:
         packed = np.frombuffer(
             b"".join(word.to_bytes(num_bytes, "little") for word in words), np.uint8
         )
+        # [N, N] of 0 and 1
         bits = np.unpackbits(
             packed.reshape(count, num_bytes), axis=1, count=count, bitorder="little"
         )
@@ -251,13 +258,13 @@ def _check_tensor(name: str, value: object, dims: int, kind: str) -> None:
 
 
 def check_draft(tree: object, root: int, levels: int, vocab_size: int) -> DraftTree:
-    """Return a drafter's tree; ValueError if the target cannot verify it.
+    """Return a drafter's tree unchanged; ValueError if the target cannot verify it.
 
     Args:
         tree: What the drafter returned.
         root: The token that the tree must start at.
         levels: The most levels of the tree.
-        vocab_size: V.
+        vocab_size: V, the size of the target's vocabulary.
     """
     if not isinstance(tree, DraftTree):
         got = "no tree" if tree is None else f"a {type(tree).__name__}"
@@ -338,7 +345,10 @@ class TargetOutput:
         return [self.start + 1 + depth for depth in self.tree.depths()]
 
     def prefix(self, node: int) -> list[int]:
-        """Return all tokens that precede the choice after `node`: the sequence, the root, and the path to the node."""
+        """Return all tokens before the target's choice after `node`: the sequence, the root, and the path to the node.
+
+        A repetition penalty is computed from them.
+        """
         # `sequence` may have grown since: only the tokens before the root belong to the prefix
         tokens = self.tree.tokens.tolist()
         drafted = [tokens[step] for step in self.tree.path(node)]
@@ -351,7 +361,8 @@ class TargetOutput:
     def features_at(self, path: Sequence[int] | Tensor) -> Tensor | None:
         """Return the target's tapped hidden states at the nodes of a path, [len(path), L, D]; None without taps.
 
-        There are L taps (layers whose inputs the drafter reads), and D is the target's width.
+        There are L taps (layers whose inputs the drafter reads), and D is the target's width. They are what the drafter
+        reads of the accepted tokens.
 
         Args:
             path: Nodes of the tree. A tensor is on the device, and may hold padding after the path.

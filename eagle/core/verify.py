@@ -73,7 +73,10 @@ class Choose:
 
     @cached_property
     def private_seed(self) -> int:
-        """A seed that differs at each use of the same seed and request, so that no coin repeats."""
+        """A seed that differs at each use of the same seed and request, so that no coin repeats.
+
+        A coin is a random number that accepts or rejects a sampled draft. It must not depend on noise that drafts saw.
+        """
         # the first use has the seed itself, so that the same request in a new process has the same answer
         seed = self.sampling.seed
         key = (seed, self.sampling.request)
@@ -84,7 +87,10 @@ class Choose:
 
     @cached_property
     def dice(self) -> random.Random:
-        """The random generator of `coin` and `pick`, which verify sampled drafts."""
+        """The random generator of `coin` and `pick`, which verify sampled drafts.
+
+        Coins accept or reject a drafted token, and picks sample the token after the accepted ones.
+        """
         return random.Random(mix64(mix64(self.private_seed) ^ self.sampling.request))
 
     def __call__(self, output: TargetOutput, nodes: Sequence[int]) -> list[int]:
@@ -112,6 +118,8 @@ class Choose:
     ) -> Tensor:
         """Return the tokens [N] chosen after all nodes of a tree that is on the device, without a transfer.
 
+        Trees that were grown on a device are verified there, and the host waits once a cycle.
+
         Args:
             output: The target's output on the tree.
             tokens: [N], of the tree's N nodes, the root first.
@@ -134,7 +142,7 @@ class Choose:
     def rank_tokens(self, output: TargetOutput, count: int) -> Tensor:
         """Return the target's best tokens after each of a tree's N nodes, [N, count], for drafters that read them.
 
-        Its choice comes first, because the tokens are ranked with its noise.
+        Its choice comes first, because the tokens are ranked with the noise that it samples with.
         """
         scores = self._score(output, range(len(output.tree)))
         return scores.topk(min(count, scores.shape[-1])).indices
@@ -164,7 +172,11 @@ class Choose:
         return warp(logits, self.sampling)
 
     def offer(self, vocab_size: int, device: torch.device) -> DrafterNoise | None:
-        """Return the noise and filters that the drafter of this request may use; None for a greedy target."""
+        """Return the noise and filters that the drafter of this request may use; None for a greedy target.
+
+        A drafter that adds the target's noise to its own logits proposes the token that the target will sample more
+        often.
+        """
         return None if self.noise is None else DrafterNoise(self, vocab_size, device)
 
     def probs(self, output: TargetOutput, node: int) -> Tensor:
@@ -219,7 +231,7 @@ class Choose:
 
 
 def _pick_best(scores: Tensor) -> Tensor:
-    """Return the token of the highest score at each of K places, [K], from scores [K, V]; `NAN` where they are nan."""
+    """Return the token of the highest score after each of K nodes, [K], from scores [K, V]; `NAN` for nan."""
     # argmax returns the index of a nan if a row holds one
     tokens = scores.argmax(-1, keepdim=True)
     is_nan = scores.gather(-1, tokens).isnan()
@@ -227,7 +239,7 @@ def _pick_best(scores: Tensor) -> Tensor:
 
 
 def verify_rows(rows: Sequence[tuple[TargetOutput, Choose]]) -> list[tuple[list[int], int]]:
-    """Verify the trees of several sequences; their choices are copied from the device in one transfer.
+    """Verify the trees of several sequences; the target's choices are copied from the device in one transfer.
 
     Args:
         rows: The target's output on each sequence's tree, and how it chooses.
@@ -254,7 +266,10 @@ def verify_rows(rows: Sequence[tuple[TargetOutput, Choose]]) -> list[tuple[list[
             choices_by_row[row] = choices.tolist()
 
     def verify_row(row: int) -> tuple[list[int], int]:
-        """Return the accepted nodes of a row and the target's token after them, from its choices if they were read."""
+        """Return the accepted nodes of a row (sequence) and the target's token after them.
+
+        The target's choices are used if they were read already.
+        """
         output, choose = rows[row]
         return verify(output, choose, choices_by_row.get(row))
 
@@ -262,7 +277,7 @@ def verify_rows(rows: Sequence[tuple[TargetOutput, Choose]]) -> list[tuple[list[
 
 
 def _fill_noise(rows: Sequence[tuple[TargetOutput, Choose]]) -> None:
-    """Make and cache the noise of all sampled rows at once, which `Choose` then finds.
+    """Make and cache the noise of all sampled rows (sequences) at once, which `Choose` then finds.
 
     On a device, the noise of one row takes as many kernels as that of all rows together.
 
@@ -332,7 +347,7 @@ def _apply_rule(
 
 
 def check_choice(token: int, output: TargetOutput, accepted: int) -> None:
-    """Raise an error if the target's token is `NAN`, which stands for logits that are nan.
+    """Raise an error if the target's token is `NAN`, a number that stands for logits that are nan.
 
     Args:
         token: The token that follows the accepted path.
@@ -348,15 +363,15 @@ def check_choice(token: int, output: TargetOutput, accepted: int) -> None:
 
 
 def _is_walked(output: TargetOutput, choose: Choose) -> bool:
-    """Return whether `walk` verifies, which needs no probabilities: it steps to the child that the target has chosen.
+    """Return whether a tree is verified by `walk`, which steps from node to node along the target's choices.
 
-    So it is for drafts that were not sampled, under a lossless rule.
+    So it is for drafts that were not sampled, under a lossless rule. That needs no probabilities.
     """
     return output.tree.draft_probs is None and choose.sampling.is_lossless
 
 
 def _is_lazy(output: TargetOutput) -> bool:
-    """Return whether to make choices node by node, as a walk needs them.
+    """Return whether to make the target's choices node by node, as a walk down the tree asks for them.
 
     On a CPU, noise and argmax over the vocabulary are slow, and a walk needs them at few nodes. On a device, all nodes
     cost as much as one.
@@ -368,7 +383,7 @@ class _Choices(dict[int, int]):
     """The target's choices by node, computed for all nodes at once, or lazily on a CPU."""
 
     def __init__(self, output: TargetOutput, choose: Choose) -> None:
-        """Begin without choices: `__missing__` makes those that are asked for."""
+        """Begin without choices: `__missing__` makes the target's choice after a node when it is asked for."""
         super().__init__()
         self.output = output
         self.choose = choose
@@ -456,7 +471,10 @@ def sample_tree(
 
 
 def _remove_tokens(probs: Tensor, tokens: list[int]) -> Tensor:
-    """Return probabilities of V tokens, [V], without those of the given tokens, renormalised to sum to 1."""
+    """Return probabilities [V] of V tokens with those of some tokens set to 0, renormalised to sum to 1.
+
+    So the k-th sibling was sampled, after k - 1 others.
+    """
     if not tokens:
         return probs
     # siblings are sampled without replacement: the k-th was sampled from q without the tokens of those before it
@@ -479,8 +497,9 @@ def sample_block(
 
         r = max(0, w(u) p - q),  p <- r / |r|,  q <- q without the removed token,  w(u) <- |r| / (|r| + 1 - w(u))
 
-    A node without children left is a leaf itself. The root always is kept. The arguments and the result are those of
-    `sample_tree`, without lenience.
+    A node without children left is a leaf itself. The root always is kept. `target_probs` is node -> p, [V], `coin` a
+    probability -> True with that probability, and `pick` probabilities [V] -> a sampled token. The result is the
+    accepted nodes, the root first, and the token after them.
     """
     children = tree.children()
     law = target_probs(0)
@@ -525,7 +544,7 @@ class _Step:
 def _lengthen(
     path: list[_Step], tree: DraftTree, children: list[list[int]], target_probs: Probs
 ) -> None:
-    """Append the nodes from the end of a path to the first leaf below it, with their weights, in place.
+    """Append the nodes from the end of a path to the first leaf below it, with their weights w, in place.
 
     A weight is nan where the target's probabilities are; the path then ends there.
 
@@ -644,7 +663,7 @@ def typical_floors(probs: Tensor, epsilon: float, delta: float) -> Tensor:
     Args:
         probs: [K, V], the target's probabilities of V tokens after these nodes.
         epsilon: The highest threshold.
-        delta: The factor of the threshold that depends on the entropy.
+        delta: The factor of exp(-entropy), where entropy = -sum p log p in nats.
     """
     entropy = -(probs * (probs + ENTROPY_SHIFT).log()).sum(-1)
     return (delta * (-entropy).exp()).clamp(max=epsilon)

@@ -56,7 +56,10 @@ FORECAST_SECONDS = 5.0
 
 
 def world() -> tuple[int, int, Callable[[], None]]:
-    """Return this process's index, the number of processes, and a barrier that waits for all of them."""
+    """Return this process's index, the number of processes, and a barrier that waits for all of them.
+
+    Extraction divides its work among the processes.
+    """
     # Without cpu=True each process on a CPU takes itself for the only one. The timeout is long, as the others may wait
     # for hours while one process tokenises.
     state = PartialState(cpu=not torch.accelerator.is_available(), timeout=timedelta(days=1))
@@ -64,7 +67,7 @@ def world() -> tuple[int, int, Callable[[], None]]:
 
 
 def roles_of(settings: Any, target_config: Any) -> TapRoles:
-    """Return the taps that training a head with these settings needs: at every slot, and before learned tokens.
+    """Return the taps that training a head with these settings needs: at every token, and before learned ones.
 
     Taps are indices of the target's layers whose inputs are read; -1 is the input of its LM head.
     """
@@ -74,7 +77,7 @@ def roles_of(settings: Any, target_config: Any) -> TapRoles:
 
 
 def taps_of(settings: Any, target_config: Any) -> tuple[int, ...]:
-    """Return the target's layer inputs that a head with these settings needs to draft and to train."""
+    """Return the target's layer inputs (by layer index) that a head with these settings needs to draft and to train."""
     return roles_of(settings, target_config).taps
 
 
@@ -90,7 +93,7 @@ def compute_rows(
     shared: Sequence[int] | None = None,
     shown: Sequence[Shown | None] = (),
 ) -> list[tuple[Tensor, ...]]:
-    """Compute the target's states of sequences, and return of every part the rows that a store keeps, packed.
+    """Compute the target's hidden states of sequences, and return of every part the rows that a store keeps, packed.
 
     A row is the states at one slot (token) of a sequence. The rows of one sequence follow those of the one before it.
 
@@ -98,7 +101,7 @@ def compute_rows(
         target: The model whose states are computed.
         sequences: The tokens [T] of each sequence.
         loss_masks: [T] of each sequence, true at supervised tokens.
-        parts: Sets of taps (layer inputs), each kept at the same slots.
+        parts: Sets of taps (layer inputs), each kept at the same slots (tokens).
         dtype: The storage dtype, one of `DTYPES`.
         shared: How many of its first tokens each sequence shares with the one before it, which has their rows. None: 0.
         shown: The conversation with images of each sequence, or None; () if no sequence has images.
@@ -231,12 +234,12 @@ class LiveFeatures:
         identity: dict[str, Any],
         batch_tokens: int | None = None,
     ) -> None:
-        """Check the target and the examples; nothing is computed yet.
+        """Check the target and the examples; features are computed only when `read` asks for them.
 
         Args:
             target: The model whose states are computed.
             examples: The conversations, without features.
-            identity: What decides the features, among it their taps and dtype.
+            identity: What decides the features, among it their taps (target layers) and dtype.
             batch_tokens: The most tokens of one forward, padding included; None for a default of the device.
         """
         self.target = target
@@ -257,19 +260,20 @@ class LiveFeatures:
         check_causal(target)
 
     def __len__(self) -> int:
+        """Return the number of examples."""
         return len(self.examples)
 
     def mask(self, index: int) -> Tensor:
-        """Return [T], the loss mask of an example of T tokens."""
+        """Return [T], the loss mask of an example of T tokens: true at supervised ones."""
         return self.examples[index].loss_mask
 
     def tokens_and_mask(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return tokens and loss mask of an example."""
+        """Return tokens [T] and loss mask [T] of an example, which need no forward of the target."""
         example = self.examples[index]
         return example.tokens, example.loss_mask
 
     def read(self, indices: Sequence[int]) -> list[Example]:
-        """Return the examples at these indices, with features [T, L, D]: the target's states of T tokens at L taps.
+        """Return the examples at these indices, with features [T, L, D]: the target's states of T tokens at L layers.
 
         They are packed and unpacked as in a store, so that they have its rounding, and are NaN where it keeps none.
         """
@@ -306,7 +310,7 @@ def extract(target: Target, store: FeatureStore, shards: Sequence[int]) -> Itera
 
     # this generator computes, and the jobs that it yields write: `run_ahead` runs them in the thread
     def write_jobs() -> Iterator[Callable[[], int]]:
-        """Compute batch by batch, and yield functions that write, each of which returns a number of tokens."""
+        """Compute batch by batch, and yield functions that write; each returns the number of tokens that it wrote."""
         for shard in shards:
             # refuses if the disk is too full by now
             check_room(store, [shard])
@@ -350,7 +354,7 @@ def extract(target: Target, store: FeatureStore, shards: Sequence[int]) -> Itera
 
 
 def _append(writer: ShardWriter, rows: Sequence[Sequence[Tensor]], copied: Any, tokens: int) -> int:
-    """Append a batch's packed rows to a shard, once they are on the host.
+    """Append a batch's packed rows (states by token) to a shard's file, once they are on the host.
 
     Args:
         writer: The shard.
@@ -368,7 +372,7 @@ def _append(writer: ShardWriter, rows: Sequence[Sequence[Tensor]], copied: Any, 
 
 
 def _copy_to_host(packed: Sequence[Sequence[Tensor]]) -> tuple[Sequence[Sequence[Tensor]], Any]:
-    """Return copies in host memory, and the CUDA event (None on a CPU) after which they hold their values.
+    """Return copies of tensors in host memory, and the CUDA event (None on a CPU) after which they hold their values.
 
     `packed` are the tensors of each part of a store, all on the same device.
     """
@@ -390,7 +394,7 @@ def _copy_to_host(packed: Sequence[Sequence[Tensor]]) -> tuple[Sequence[Sequence
 def resolve_batch_tokens(target: Target, batch_tokens: int | None) -> int:
     """Return the most tokens (padding included) of one forward: `batch_tokens`, else a default for the device.
 
-    1 stands for batches of one sequence.
+    1 stands for batches of one sequence, which are fastest on a CPU.
     """
     # with such a border, a longer sequence in the batch could change the rotary frequencies of a shorter one
     has_length_border = target.border < math.inf
@@ -411,7 +415,7 @@ def plan_extraction(
     Args:
         sizes: The sizes of all sequences.
         target: The model whose states are stored.
-        parts: Which taps are kept, and at which slots.
+        parts: Which taps (layer inputs) are kept, and at which slots (tokens).
         features: The section of the recipe, with the sizes of batches and shards.
         processes: How many processes extract. Each computes whole shards, so that several processes get smaller ones:
             a few large shards would leave some processes without work.
@@ -435,7 +439,7 @@ def plan_extraction(
 
 
 def check_lengths(target: Target, longest: int) -> None:
-    """Refuse sequences, the longest of which has `longest` tokens, if the target has fewer positions."""
+    """Refuse sequences of up to `longest` tokens if the target has fewer positions."""
     # None: any number of positions
     if target.max_positions is not None and longest > target.max_positions:
         raise ValueError(
@@ -459,7 +463,7 @@ def check_causal(target: Target) -> None:
 
 
 def check_room(store: FeatureStore, shards: Iterable[int] | None = None) -> None:
-    """Refuse to write shards for which the disk has no room.
+    """Refuse to write shards (files of a feature store) for which the disk has no space.
 
     Args:
         store: The feature store.
@@ -529,12 +533,15 @@ def forecast(
 
 
 def _taps_in(parts: Sequence[Part]) -> tuple[int, ...]:
-    """Return the taps (layer inputs) of all parts, in the order of the parts."""
+    """Return the taps (layer inputs) of all parts, in the order of the parts.
+
+    A part is a set of taps that a store keeps at the same tokens.
+    """
     return tuple(chain.from_iterable(part.taps for part in parts))
 
 
 def _describe_room(store: FeatureStore) -> str:
-    """Return a phrase with the bytes of the shards that are missing, and the free bytes of the disk."""
+    """Return a phrase with the bytes of the shards (files) that a store lacks, and the free bytes of the disk."""
     # other processes may have completed shards
     store.refresh()
     free = shutil.disk_usage(store.folder).free

@@ -65,7 +65,8 @@ def identity(recipe: Recipe, roles: TapRoles) -> dict[str, Any]:
 
     Args:
         recipe: The recipe.
-        roles: The taps (layer inputs of the target) that are needed at every slot, and before learned tokens.
+        roles: The taps (layer inputs of the target) that are needed at every token, and those before learned ones
+            alone.
     """
     return {
         "target": target_identity(recipe.target),
@@ -77,7 +78,7 @@ def identity(recipe: Recipe, roles: TapRoles) -> dict[str, Any]:
 
 
 def tap_identity(roles: TapRoles) -> dict[str, Any]:
-    """Return the taps (layer inputs of the target), and those of them that are kept at every slot as `inputs`.
+    """Return the taps (layer inputs of the target), and as `inputs` those of them that are kept at every token.
 
     The others are kept only before learned tokens.
     """
@@ -107,6 +108,8 @@ def target_identity(section: TargetSection) -> dict[str, Any]:
 
 def in_precision(fields: dict[str, Any], dtype: object) -> dict[str, Any]:
     """Return an identity with the target dtype "auto" replaced by the one that the target was loaded in.
+
+    An identity is what decides a set of features, and is compared field by field.
 
     Args:
         fields: The identity.
@@ -176,7 +179,7 @@ def stop_ids(section: TargetSection) -> list[int]:
 
 
 def fingerprint(files: Sequence[Path]) -> str:
-    """Return one checksum of the names and bytes of some files, as the identity of a store shows it."""
+    """Return one checksum of the names and bytes of some files, by which a store of features knows them again."""
     is_long = sum(path.stat().st_size for path in files) > LONG
     lines = []
     for path in progress(files, "fingerprint", len(files), unit="files", show=is_long):
@@ -185,12 +188,12 @@ def fingerprint(files: Sequence[Path]) -> str:
 
 
 def _digest(lines: list[str]) -> str:
-    """Return the first 16 hex digits of the SHA-256 of these lines."""
+    """Return a short checksum of some lines: the first 16 hex digits of their SHA-256."""
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
 def assets_folder(kind: str, name: str) -> Path:
-    """Return a folder for what can be made again, where Hugging Face's libraries keep such things.
+    """Return a folder for files that can be made again, in the cache of Hugging Face's libraries.
 
     Args:
         kind: The folder's parent folder, such as "shards".
@@ -200,7 +203,10 @@ def assets_folder(kind: str, name: str) -> Path:
 
 
 def _checksum(path: Path) -> str:
-    """Return a file's SHA-256, in 64 hex digits."""
+    """Return a file's SHA-256, in 64 hex digits.
+
+    Large files are not read twice.
+    """
     # large files of the hub's cache are links to files that are named by their sha256, which has 64 digits
     name = path.resolve().name
     if path.is_symlink() and len(name) == 64:
@@ -223,7 +229,7 @@ def _matching(path: str, revision: str | None, patterns: tuple[str, ...]) -> lis
     """Return the files of a model that match one of the patterns, in order, each once.
 
     Args:
-        path: A folder, a hub id or a GGUF file, as in `folder_of`.
+        path: A folder, a hub id or a GGUF file, of the model.
         revision: A branch, tag or commit of the hub id; None for its newest.
         patterns: Glob patterns of the model's folder.
     """
@@ -255,7 +261,7 @@ def folder_of(path: str, revision: str | None, patterns: tuple[str, ...]) -> Pat
 
 
 def target_name(recipe: Recipe) -> dict[str, Any]:
-    """Return the path, revision and adapter of a target, for comparisons without its files."""
+    """Return the path, revision and adapter of a recipe's target, for comparisons where its files are not here."""
     return recipe.target.model_dump(include={"path", "revision", "adapter"})
 
 

@@ -52,7 +52,10 @@ class OnPolicyFeatures(LiveFeatures):
         self.student: Target | None = None
 
     def read(self, indices: Sequence[int]) -> list[Example]:
-        """Return the examples with newly sampled answers, and the target's features of them."""
+        """Return the examples with newly sampled answers, and the target's features of them.
+
+        In evaluation mode of the head, as for held-out examples, the answers are those of the data.
+        """
         if not self.head.training:
             return super().read(indices)
         # the training loop seeds torch in every step, so that the seed identifies the step
@@ -164,7 +167,7 @@ class OwnDrafts:
     def __init__(
         self, features: Features, target: Target, head: Any, policy: OnPolicySection
     ) -> None:
-        """Wrap features; nothing is written yet.
+        """Wrap the features of the data; no answer is written yet.
 
         Args:
             features: Those of the data, stored or live.
@@ -182,14 +185,15 @@ class OwnDrafts:
         self.written: dict[Key, Example] = {}
 
     def __len__(self) -> int:
+        """Return the number of examples."""
         return len(self.features)
 
     def mask(self, index: int) -> Tensor:
-        """Return [T], the loss mask of an example of the data, with its own answers."""
+        """Return [T], the loss mask of an example as the data have it, true at the tokens of its answers."""
         return self.features.mask(index)
 
     def tokens_and_mask(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return tokens and loss mask of an example of the data, with its own answers."""
+        """Return tokens [T] and loss mask [T] of an example as the data have it, before an answer is replaced."""
         return self.features.tokens_and_mask(index)
 
     def read(self, indices: Sequence[int]) -> list[Example]:
@@ -240,7 +244,7 @@ class OwnDrafts:
             self.written = dict(zip(chosen, self._write_answers(chosen), strict=True))
 
     def _write_answers(self, keys: Sequence[Key]) -> list[Example]:
-        """Return the conversations of these keys, each cut at one of its answers, which the target writes anew.
+        """Return the conversations of these keys, each cut at one of its answers, which the target writes again.
 
         A key is the seed of a step, and the index of an example in it. The examples have drafts and no features.
         """
@@ -277,7 +281,10 @@ class OwnDrafts:
         return examples
 
     def _decoding_head(self) -> Any:
-        """Return a copy of the head with its present weights, in the target's dtype and on its device, bound to it."""
+        """Return a copy of the head with its present weights, in the target's dtype and on its device, bound to it.
+
+        The head itself goes on training in its own precision.
+        """
         head = in_dtype(copy.deepcopy(self.head).to(self.target.device), self.target.model.dtype)
         # the caller may have changed the target's weights, of which it has cached results
         self.target.forget()
@@ -359,15 +366,15 @@ class Recorder(Drafter):
         self.records: dict[int, Record] = {}  # by row; they stay when a row ends
 
     def open(self) -> RecorderState:
-        """Return the state for several sequences that are drafted together."""
+        """Return the state for several sequences of a batch, which records what the wrapped drafter proposes."""
         return RecorderState(self, self.drafter.open())
 
     def open_with(self, sequences: Any) -> RecorderState:
-        """Return the state for several sequences, with access to `sequences`, the rows of the target's KV cache."""
+        """Return the state for several sequences, with access to `sequences`, which are in the target's KV cache."""
         return RecorderState(self, self.drafter.open_with(sequences))
 
     def bind_target(self, view: Any) -> None:
-        """Pass the target's layers on to the wrapped drafter, which drafts with them if it asks for them."""
+        """Pass the target's layers (`view`) on to the wrapped drafter, which drafts with them if it asks for them."""
         self.drafter.bind_target(view)
 
 
@@ -375,11 +382,17 @@ class RecorderState:
     """The state of a `Recorder` for the sequences of a batch, by row, around the wrapped drafter's state."""
 
     def __init__(self, recorder: Recorder, drafts: Any) -> None:
+        """Begin without sequences.
+
+        Args:
+            recorder: It gets a record of each sequence.
+            drafts: The wrapped drafter's state of the same sequences, which makes the drafts.
+        """
         self.recorder = recorder
         self.drafts = drafts
 
     def admit(self, row: int, noise: Noise | None = None) -> None:
-        """Begin a sequence in a row, with an empty record."""
+        """Begin the sequence `row`, with an empty record of its drafts."""
         self.recorder.records[row] = Record()
         self.drafts.admit(row, noise)
 
@@ -389,7 +402,7 @@ class RecorderState:
         """Record how far the target accepted the last trees, and return the wrapped drafter's next ones.
 
         Args:
-            updates: By row, what the target has committed since the last call, with its states at all taps.
+            updates: By row, what the target has committed since the last call, with its states at all tapped layers.
             budgets: By row, the limits on its tree.
         """
         drafter_taps = self.recorder.drafter.taps
@@ -408,7 +421,7 @@ class RecorderState:
     def _record(self, record: Record, update: Committed) -> None:
         """Add the cycle that this update ends to a sequence's record, and count its tokens.
 
-        The first update brings the prompt and ends no cycle.
+        The first update brings the prompt and ends no cycle. A cycle is one draft and what the target accepted of it.
         """
         # node 0 is the root, which the target chose itself; a tree of the root alone has no draft
         if update.tree is not None and update.states is not None and len(update.tree) > 1:
@@ -423,12 +436,12 @@ class RecorderState:
         record.committed += len(update.tokens)
 
     def fork(self, row: int, other: int) -> None:
-        """Copy the state and the record of `row` to the new row `other`."""
+        """Copy the drafter's state and the record of the sequence `row` to a new one, `other`."""
         self.recorder.records[other] = copy.deepcopy(self.recorder.records[row])
         self.drafts.fork(row, other)
 
     def release(self, row: int) -> None:
-        """Release a row; its record stays."""
+        """Drop the drafter's state of the sequence `row`, which has ended; its record stays."""
         self.drafts.release(row)
 
 
@@ -442,7 +455,10 @@ def _draw_number(key: Key) -> int:
 
 
 def _pad_states(states: Tensor, depth: int) -> Tensor:
-    """Return the states [K, L, D] of K draft tokens at L taps, padded to [depth, L, D] by repeating the last one."""
+    """Return the states [K, L, D] of K draft tokens at L layers, padded to [depth, L, D] by repeating the last one.
+
+    Drafts of different lengths are stacked in one tensor.
+    """
     # padding with zeros would give NaN gradients, as a norm of zeros has none
     padding = states[-1:].expand(depth, *states.shape[1:])
     return torch.cat([states, padding])[:depth]

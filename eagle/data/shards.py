@@ -32,6 +32,8 @@ def make_batches(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
     """Return the indices of examples in batches, longest first, for forwards of at most `batch_tokens` tokens.
 
     Padding counts. An example that is longer than that has a batch for itself. `lengths` are the examples' tokens.
+    Longest first: examples of a batch have similar lengths, so that padding is little, and too large a batch fails at
+    once.
     """
     batches: list[list[int]] = []
     longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
@@ -46,6 +48,8 @@ def make_batches(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
 
 def group_sequences(shared: Sequence[int]) -> list[list[int]]:
     """Return the indices of sequences in groups with a common prefix, which one batch must hold together.
+
+    The target reads a common prefix only once.
 
     Args:
         shared: How many of its first tokens each sequence shares with the one before it; 0 begins a new group.
@@ -66,6 +70,8 @@ def plan_shards(
     shared: Sequence[int] | None = None,
 ) -> list[list[list[int]]]:
     """Return the batches of each shard, as indices of sequences. They depend on the lengths alone, not on the machine.
+
+    A shard is one file of a feature store, and a batch is what one forward of the target reads.
 
     Args:
         lengths: The tokens of each sequence.
@@ -94,15 +100,16 @@ def plan_shards(
 
 
 class StoredPlan(Sequence[list[list[int]]]):
-    """A `ShardPlan` in three tensors of a store, which take a few bytes an example. Indexing it makes a shard's lists.
-
-    Args:
-        order: The indices of the examples, shard by shard and batch by batch.
-        batch_sizes: How many examples each batch has.
-        shard_batches: How many batches each shard has.
-    """
+    """A `ShardPlan` in three tensors of a store, which take a few bytes an example; an index makes a shard's lists."""
 
     def __init__(self, order: Tensor, batch_sizes: Tensor, shard_batches: Tensor) -> None:
+        """Take the tensors of a stored plan: which examples are in which batch of which shard (file).
+
+        Args:
+            order: The indices of the examples, shard by shard and batch by batch.
+            batch_sizes: How many examples each batch has.
+            shard_batches: How many batches each shard has.
+        """
         self.order = order
         self.batch_sizes = batch_sizes
         # [shards] each: where each shard ends among all batches, and in `order`
@@ -111,7 +118,7 @@ class StoredPlan(Sequence[list[list[int]]]):
 
     @classmethod
     def tensors_of(cls, plan: ShardPlan) -> dict[str, Tensor]:
-        """Return the three tensors that store a plan, by the names of this class's arguments."""
+        """Return the three tensors that store a plan of shards (files) and batches, by this class's argument names."""
         batches = list(chain.from_iterable(plan))
         return {
             "order": torch.tensor(list(chain.from_iterable(batches))),
@@ -120,10 +127,11 @@ class StoredPlan(Sequence[list[list[int]]]):
         }
 
     def __len__(self) -> int:
+        """Return the number of shards, the files of a feature store."""
         return len(self.ends)
 
     def __getitem__(self, shard: int) -> list[list[int]]:  # type: ignore[override]
-        """Return the batches of a shard, as lists of indices of examples; a negative index counts from the end."""
+        """Return the batches of a shard (file) as lists of indices of examples; -1 is the last shard."""
         if not -len(self) <= shard < len(self):
             raise IndexError(shard)
         shard %= len(self)
@@ -140,7 +148,7 @@ class StoredPlan(Sequence[list[list[int]]]):
 
     @property
     def shards(self) -> Tensor:
-        """Return [N], the index of the shard of each of N examples, in the data's order."""
+        """[N], the index of the shard (file) that each of N examples is in, in the data's order."""
         sizes = _sizes_of(self.ends)
         # examples lie in `order` shard by shard: write each shard's index to the examples that it holds
         shards = torch.empty(len(self.order), dtype=torch.int32)
@@ -148,7 +156,7 @@ class StoredPlan(Sequence[list[list[int]]]):
         return shards
 
     def place_rows(self, counts: Tensor) -> tuple[Tensor, list[int]]:
-        """Return [N], the first row of each of N examples within its shard, and the number of rows of every shard.
+        """Return [N], the first row of each of N examples within its shard (file), and the rows of every shard.
 
         A row is the states at one slot (token) of an example.
 
@@ -170,7 +178,7 @@ class StoredPlan(Sequence[list[list[int]]]):
 
 
 def _sizes_of(ends: Tensor) -> Tensor:
-    """Return the sizes of consecutive pieces, given where each of them ends."""
+    """Return the sizes of consecutive pieces, given where each of them ends: [2, 5, 9] gives [2, 3, 4]."""
     return ends.diff(prepend=ends.new_zeros(1))
 
 
@@ -178,21 +186,27 @@ class RowPlaces:
     """Where in its shard the rows of each sequence are. Rows of a shared prefix are those of an earlier sequence.
 
     A row is the states at one slot (token) of a sequence.
-
-    Args:
-        plan: The plan of the store.
-        counts: [N], how many rows each sequence has.
-        shared: [N], how many of them, from its beginning, are those of the sequence before it.
     """
 
     def __init__(self, plan: StoredPlan, counts: Tensor, shared: Tensor) -> None:
+        """Find where the rows of each sequence begin in their shard (file); a row is the states at one token.
+
+        Args:
+            plan: The plan of the store's shards and batches.
+            counts: [N], how many rows each sequence has.
+            shared: [N], how many of them, from its beginning, are those of the sequence before it.
+        """
         self.counts = counts
         self.shared = shared
         # [N], the first row in its shard that each sequence stores itself; and the number of rows of every shard
         self.starts, self.totals = plan.place_rows(counts - shared)
 
     def __getitem__(self, index: int) -> list[tuple[int, int]]:
-        """Return the pieces of a sequence in order, each as its first row in the shard and the row after its last."""
+        """Return the pieces of a sequence in order, each as its first row in the shard and the row after its last one.
+
+        A row is the states at one token. A prefix that an earlier sequence shares is stored there, and is a piece of
+        its own.
+        """
         pieces: list[tuple[int, int]] = []
         # rows from `end` on are found already
         end = int(self.counts[index])
@@ -226,7 +240,7 @@ def shard_header(
 
     Args:
         parts: The parts of the store: sets of taps (layer inputs), each kept at the same slots.
-        rows: How many rows, the states at one slot, each part has in this shard.
+        rows: How many rows (states at one token) each part has in this shard.
         dtype: The storage dtype, one of `DTYPES`.
         width: The width of the target, the length of a state vector.
         metadata: Further entries of the header, strings by name.
@@ -337,7 +351,7 @@ class ShardWriter:
     """
 
     def __init__(self, path: Path, header: bytes) -> None:
-        """Begin the file of a shard under a temporary name, with its safetensors header."""
+        """Begin the file of a shard (a part of a feature store) under a temporary name, with its safetensors header."""
         self.path = path
         self.part = part_file(path)  # the temporary name
         self.digest = hashlib.sha256()  # of all that is written
@@ -348,7 +362,7 @@ class ShardWriter:
         self._write(header)
 
     def append(self, packed: Sequence[Sequence[Tensor]]) -> None:
-        """Append the packed rows of the next examples; states that are not finite are refused.
+        """Append the packed rows (states by token) of the next examples; states that are not finite are refused.
 
         Args:
             packed: For each part of the store its tensors, one for each field of the storage dtype, such as numbers and
@@ -387,12 +401,12 @@ class ShardWriter:
         return 0
 
     def discard(self) -> None:
-        """Remove the temporary file of a shard that was not closed; one that was closed stays."""
+        """Remove the temporary file of a shard that was not completed by `close`; a completed one stays."""
         self.file.close()
         self.part.unlink(missing_ok=True)
 
     def _write(self, data: Any) -> None:
-        """Write bytes to the file, and add them to its checksum, so that the file need not be read again for it."""
+        """Write a buffer to the file, and add it to the checksum, so that the file need not be read again for it."""
         view = memoryview(data).cast("B")
         while len(view):
             # an unbuffered file may write less than asked
@@ -402,7 +416,10 @@ class ShardWriter:
 
 
 def _bytes_of(tensor: Tensor) -> Any:
-    """Return the bytes of a tensor on the host, as a buffer that shares its memory."""
+    """Return the bytes of a tensor on the host, as a buffer that shares its memory.
+
+    It can be written to a file without a copy.
+    """
     return tensor.contiguous().view(torch.uint8).numpy().data
 
 
@@ -412,7 +429,9 @@ CHANGED = "its bytes are not those that were written"
 
 
 def shard_fault(path: Path, header: bytes, size: int, *, read: bool) -> str | None:
-    """Return the fault of a shard's file as a phrase, None if it has none. Cheap checks come first.
+    """Return the fault of a shard's file (a part of a feature store) as a phrase, None if it has none.
+
+    Cheap checks come first.
 
     Args:
         path: The shard.
@@ -462,5 +481,8 @@ def changed_bytes(path: Path) -> str | None:
 
 
 def checksum_file(path: Path) -> Path:
-    """Return the checksum file of a shard, in the format of `sha256sum --check`."""
+    """Return the checksum file of a shard, in the format of `sha256sum --check`.
+
+    A shard without it counts as incomplete.
+    """
     return path.with_name(f"{path.name}.sha256")

@@ -54,7 +54,7 @@ class Damaged(ValueError):
 
 
 def _read_index(path: Path) -> dict[str, Any]:
-    """Return the index of a store; raise Damaged if a field that a reader needs is missing or wrong."""
+    """Return a feature store's index.json; raise Damaged if a field that a reader needs is missing or wrong."""
     try:
         index: dict[str, Any] = json.loads(path.read_text())
         # the first version did not name itself; the fields of newer versions are not known, so they are not checked
@@ -101,7 +101,7 @@ class FeatureStore:
     def __init__(
         self, folder: str | Path, expected: dict[str, Any] | None = None, *, partial: bool = False
     ) -> None:
-        """Open a store.
+        """Open a store of features: the target's hidden states of examples, on disk.
 
         Args:
             folder: The folder of the store.
@@ -205,11 +205,11 @@ class FeatureStore:
         return self.folder if files else None
 
     def __len__(self) -> int:
-        """Return the number of examples in complete shards."""
+        """Return the number of examples in complete shards (files); others cannot be read."""
         return len(self.served)
 
     def __getitem__(self, index: int) -> Example:
-        """Return an example of the complete shards, with its features."""
+        """Return an example of the complete shards, with its features: the target's hidden states."""
         return self._read(self.number(index))
 
     def read(self, indices: Sequence[int]) -> list[Example]:
@@ -217,7 +217,7 @@ class FeatureStore:
         return [self._read(self.number(index)) for index in indices]
 
     def _read(self, number: int) -> Example:
-        """Return an example with its features, by its index in the data."""
+        """Return an example with its features (the target's hidden states), by its index in the data."""
         tokens, mask = self.stored_tokens(number)
         packed = []  # of each part (taps kept at the same slots): a tensor for each field of the dtype
         with safe_open(self._checked_path(int(self.shards[number])), "pt") as file:
@@ -253,7 +253,7 @@ class FeatureStore:
         return path
 
     def number(self, index: int) -> int:
-        """Return the index in the data of the example at an index of this store.
+        """Return the index in the whole data of the example at an index of this store.
 
         They differ where shards are absent: a store serves only the examples of whole shards.
         """
@@ -275,22 +275,22 @@ class FeatureStore:
         return self.tokens[start:end].long(), self.loss_mask[start:end]
 
     def path(self, shard: int) -> Path:
-        """Return the file of a shard."""
+        """Return the path of a shard's file, by the shard's index."""
         return self.folder / f"shard-{shard:05d}.safetensors"
 
     def faults(self, *, read: bool = False) -> Iterator[tuple[int, str | None]]:
-        """Yield every shard and its fault, or None. `read` checks all its bytes, not only header and size."""
+        """Yield every shard (file) with its fault, or None. `read` checks all its bytes, not only header and size."""
         for shard in range(len(self.plan)):
             header = self._header(shard)
             size = len(header) + self.shard_bytes(shard)
             yield shard, shard_fault(self.path(shard), header, size, read=read)
 
     def refresh(self) -> None:
-        """Check again which shards are complete, and serve the examples of these; their bytes are not read."""
+        """Check again which shards (files) are complete, and serve the examples of these; their bytes are not read."""
         self.serve_all_but({shard: fault for shard, fault in self.faults() if fault})
 
     def describe_absent(self) -> str:
-        """Return the absent shards and their faults in one sentence."""
+        """Return the absent shards (files of the store) and their faults in one sentence."""
         faults = [f"{self.path(shard).name} ({fault})" for shard, fault in self.absent.items()]
         # a store may have thousands of shards
         listed = ", ".join(faults[:5])
@@ -299,7 +299,9 @@ class FeatureStore:
         return f"{len(faults)} of {len(self.plan)} shards in {self.folder} are not whole: {listed}"
 
     def serve_all_but(self, absent: dict[int, str]) -> None:
-        """Serve the examples of all shards but some, in the data's order; the store's indices count these alone.
+        """Serve the examples of all shards (files) but some, in the data's order.
+
+        The store's indices count these examples alone.
 
         Args:
             absent: By shard that is left out, its fault.
@@ -312,7 +314,7 @@ class FeatureStore:
             self.served = is_served.nonzero()[:, 0]
 
     def discard(self, shards: Sequence[int]) -> None:
-        """Remove the files of these shards, so that extraction computes them again."""
+        """Remove the files of these shards, which are damaged, so that extraction computes them again."""
         for shard in shards:
             # the checksum first: without it a shard counts as incomplete
             checksum_file(self.path(shard)).unlink(missing_ok=True)
@@ -321,11 +323,11 @@ class FeatureStore:
         self.refresh()
 
     def writer(self, shard: int) -> ShardWriter:
-        """Return a writer of a shard, which begins its file and takes its examples in the order of the plan."""
+        """Return a writer of a shard (file), which takes its examples in the order of the plan of batches."""
         return ShardWriter(self.path(shard), self._header(shard))
 
     def shard_bytes(self, shard: int) -> int:
-        """Return the bytes of a shard's states, without its header."""
+        """Return the bytes of a shard's hidden states, without its file's header."""
         total = 0
         # rows times bytes of a row, for each set of taps that are kept at the same slots
         for part in self.parts:
@@ -334,16 +336,16 @@ class FeatureStore:
 
     @property
     def total_bytes(self) -> int:
-        """Return the bytes of all shards' states, once they are complete."""
+        """The bytes of all shards' states, once they are complete."""
         return sum(map(self.shard_bytes, range(len(self.plan))))
 
     @property
     def bytes_per_token(self) -> float:
-        """Return the bytes on disk of one token of the sequences."""
+        """The bytes on disk of one token of the sequences, once all shards are complete."""
         return self.total_bytes / max(len(self.tokens), 1)
 
     def _repr_html_(self) -> str:
-        """Return the store's contents as HTML, for a notebook."""
+        """Return a table of what the store holds as HTML, which a notebook shows."""
         counts = self.index["examples"]
         rows = {
             "folder": self.folder,
@@ -356,7 +358,7 @@ class FeatureStore:
         return table(rows.items())
 
     def _header(self, shard: int) -> bytes:
-        """Return the safetensors header that a shard's file begins with, which follows from the plan alone."""
+        """Return the safetensors header that a shard's file begins with; it follows from the plan of batches alone."""
         # the fingerprint is in it so that a shard of another store is refused
         metadata = {"store": self._fingerprint, "shard": str(shard)}
         # of each set of taps that are kept at the same slots
@@ -365,7 +367,7 @@ class FeatureStore:
 
     @cached_property
     def _fingerprint(self) -> str:
-        """A checksum of all that decides the shards of this store."""
+        """A checksum of all that decides the shards of this store: a shard of another store is refused by it."""
         content = [self.index[key] for key in ("identity", "examples", "shard_tokens")]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -379,7 +381,7 @@ class FeatureStore:
         return path
 
     def _load_examples(self) -> None:
-        """Set the attributes for the examples and the plan of the shards, from `examples.safetensors`.
+        """Set the attributes for the examples and the plan of the shards (files), from `examples.safetensors`.
 
         Tokens and loss masks stay on the disk: safetensors maps tensors into memory.
         """
@@ -416,7 +418,9 @@ class FeatureStore:
 
 
 def _suffices(name: str, stored: Any, needed: Any) -> bool:
-    """Return whether a run can do with a difference: the store has more taps than needed, or has them at more slots.
+    """Return whether a run can do with a difference: a store has more taps (layers), or has them at more tokens.
+
+    The difference is between the identity of a store and that which a run needs.
 
     Args:
         name: The dotted name of the difference.

@@ -40,12 +40,15 @@ class TapRoles:
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """Return all taps in order, the LM head's input last."""
+        """All taps (target layers whose inputs are read) in order, the LM head's input last."""
         return _sort_taps((*self.inputs, *self.teacher))
 
     @classmethod
     def join(cls, roles: Iterable[TapRoles]) -> TapRoles:
-        """Return the taps that several heads need, so that one store serves all of them."""
+        """Return the taps (target layers) that several heads need, so that one store of features serves all of them.
+
+        `roles` are those of each head.
+        """
         inputs: set[int] = set()
         teacher: set[int] = set()
         for role in roles:
@@ -80,7 +83,7 @@ def parts_of(identity: Mapping[str, Any]) -> tuple[Part, ...]:
 
 
 def slots_of(loss_mask: Tensor, slots: Slots) -> Tensor:
-    """Return the slots of a sequence whose states a store keeps.
+    """Return the slots (indices of tokens) of a sequence whose hidden states a store keeps.
 
     A token t counts as learned if it is supervised, or if token t - 2 is: training may be run with `train.gate: read`,
     which learns these tokens, too, so that a store keeps what they need. The target's state at slot t - 1 predicts
@@ -114,7 +117,7 @@ class SequenceSizes:
 
     @classmethod
     def of(cls, sequences: Iterable[tuple[Tensor, int]]) -> SequenceSizes:
-        """Return the sizes of sequences.
+        """Return the sizes of sequences, in tokens and in slots (tokens) that a store keeps.
 
         Args:
             sequences: The loss mask of each sequence, and how many of its first tokens the sequence before it has, too.
@@ -134,7 +137,7 @@ class SequenceSizes:
     def rows(self, slots: Slots) -> Tensor:
         """Return [N], how many rows a store keeps for each of N sequences, without those that the one before has.
 
-        A row is the states at one slot, and `slots` says which slots are kept.
+        A row is the states at one slot (token), and `slots` says which slots are kept.
         """
         return {"all": self.tokens, "read": self.read - self.shared, "taught": self.teacher}[slots]
 
@@ -179,7 +182,7 @@ def restore_features(
     taps: Sequence[int],
     loss_masks: Sequence[Tensor],
 ) -> list[Tensor]:
-    """Return the features [T, L, D] of each sequence from the rows of a store; NaN where the store keeps none.
+    """Return the features [T, L, D] of each sequence from the rows (states at one token) of a store; NaN without one.
 
     They are the target's states, of width D, of its T tokens at L taps.
 
@@ -187,7 +190,7 @@ def restore_features(
         parts: The parts of the store: sets of taps (layer inputs), each kept at the same slots.
         packed: Of each part, the packed rows of these sequences, one tensor for each field of the storage dtype.
         taps: The L taps of the features, in order.
-        loss_masks: [T] of each sequence, which decide at which slots it has rows.
+        loss_masks: [T] of each sequence, which decide at which slots (tokens) it has rows.
     """
     # of each part [N, L', D], with N rows of all sequences and L' taps
     values = [unpack_features(*tensors) for tensors in packed]
@@ -232,14 +235,17 @@ class Field(NamedTuple):
     entries: int = 1
 
     def shape(self, rows: int, taps: int, width: int) -> list[int]:
-        """Return the shape of this tensor for `rows` rows of `taps` states, each of `width` numbers."""
+        """Return the shape of this tensor for `rows` rows of `taps` states, each of `width` numbers.
+
+        A row is the states at one token; a field is one of the tensors that a storage dtype consists of.
+        """
         # one entry for each state
         if self.per is None:
             return [rows, taps]
         return [rows, taps, width * self.entries // self.per]
 
     def row_bytes(self, taps: int, width: int) -> int:
-        """Return the bytes of a row: `taps` states, each of `width` numbers."""
+        """Return the bytes of a row, the states at one token: `taps` states, each of `width` numbers."""
         return math.prod(self.shape(1, taps, width)) * self.dtype.itemsize
 
 
@@ -257,7 +263,7 @@ DTYPES: dict[str, tuple[Field, ...]] = {
 
 
 def row_bytes(part: Part, dtype: str, width: int) -> int:
-    """Return the bytes of one row of a part, the states at one slot. `width` is the target's."""
+    """Return the bytes of one row of a part, the states at one slot (token). `width` is the target's."""
     return sum(field.row_bytes(len(part.taps), width) for field in DTYPES[dtype])
 
 
@@ -290,7 +296,10 @@ def mean_bytes(parts: Sequence[Part], dtype: str, width: int, sizes: SequenceSiz
 
 
 def check_width(dtype: str, width: int) -> None:
-    """Refuse a target's width (numbers of a state) that a storage dtype cannot cut into whole blocks."""
+    """Refuse a target's width (numbers of a state) that a storage dtype cannot cut into whole blocks.
+
+    float6 has a scale for each block of numbers.
+    """
     if dtype == "float6" and width % BLOCK:
         raise ValueError(
             f"features.dtype is float6, in which {BLOCK} numbers share a scale, and this target's states have {width}: "
@@ -299,7 +308,10 @@ def check_width(dtype: str, width: int) -> None:
 
 
 def round_features(features: Tensor, dtype: str) -> Tensor:
-    """Return features [.., D] with the rounding of a store of this dtype, so that they equal stored ones."""
+    """Return features [.., D] (states of width D) with the rounding of a store of this dtype.
+
+    Features that are computed while training then equal stored ones.
+    """
     return unpack_features(*pack_features(features, dtype))
 
 

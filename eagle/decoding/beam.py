@@ -50,7 +50,7 @@ class BeamResult:
     def steps_per_forward(self) -> float:
         """Beam-search steps per forward of the target; 0 if one step was enough.
 
-        The prompt's forward, and the first step, which needs no other, are not counted.
+        The prompt's forward, and the first step, which needs no other, are not counted. Plain beam search has 1.
         """
         return (self.steps - 1) / self.forwards if self.forwards else 0.0
 
@@ -256,7 +256,8 @@ class _Search:
     def _read_prompt(self) -> None:
         """Let the drafter read the prompt once, before its state is copied for several beams.
 
-        The prompt's last token is the root of its first draft, and is read with the beams.
+        The prompt's last token is the root of its first draft, and is read with the beams. Copies are then made of a
+        state that has read it, in place of one read for each beam.
         """
         # without several beams, without tokens before the last or without drafts, there is nothing to share
         if len(self.rows) > 1 and len(self.prompt) > 1 and not self.budget.is_empty:
@@ -267,7 +268,11 @@ class _Search:
             self.draft_state.propose({0: update}, {0: Budget(nodes=1, depth=1, top_k=1)})
 
     def _read_drafts(self) -> None:
-        """Run one forward over each beam's last token and its draft, and take all beam-search steps that it allows."""
+        """Run one forward over each beam's last token and its draft, and take all beam-search steps that it allows.
+
+        A beam's draft is a tree of tokens that may follow it. All beams and drafts share one trie (prefix tree), whose
+        new nodes the target reads in this forward.
+        """
         trie = self.trie
         first_new = len(trie)  # the target has read the nodes before this one in earlier forwards
         trees = self._draft()
@@ -301,6 +306,7 @@ class _Search:
             # The cache columns of the beam's states: first those of the shared tokens, then those of its trie nodes.
             # The answer's last token is the root of the draft, and the target has no state of it yet.
             columns = list(range(shared)) + [shared + node for node in self.trie.path(leaf)]
+            # the drafter needs the target's states at tokens that it has not read yet
             features = self.target_state.features_at(SHARED_ROW, columns[self.num_drafter_read :])
             tokens = torch.tensor([*self.prompt, *answer][self.num_drafter_read : -1])
             updates[row] = Committed(tokens, features, answer[-1])
@@ -382,6 +388,8 @@ class _Search:
     def _process(self, log_probs: Tensor) -> Tensor:
         """Return log-probs after the W running beams, changed by the processors in turn; ValueError for another shape.
 
+        Processors are the caller's functions, as transformers' LogitsProcessor objects.
+
         Args:
             log_probs: [W, V], of the next token of each beam.
         """
@@ -402,9 +410,9 @@ class _Search:
         return log_probs
 
     def _best_tokens(self, log_probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the greatest log-probs at N places, and their tokens, both on the host; ValueError for nan.
+        """Return the greatest log-probs after each of N nodes, and their tokens, on the host; ValueError for nan.
 
-        Both are [N, C] with the C best, highest first. C candidates, of each beam, suffice for a beam-search step.
+        Both are [N, C] with the C best, highest first. A step of beam search needs no more than C candidates of a beam.
 
         Args:
             log_probs: [N, V], over the V tokens of the vocabulary.
@@ -423,6 +431,8 @@ class _Search:
     def _reassign_rows(self, origins: list[int]) -> None:
         """Give each new beam a row of the drafter's state; a row is copied if several beams continue it.
 
+        A row holds what the drafter has read of one sequence, such as a KV cache.
+
         Args:
             origins: Of each new beam, which earlier beam it continues.
         """
@@ -440,7 +450,10 @@ class _Search:
             self.rows.append(row)
 
     def _commit_shared(self) -> None:
-        """Commit the tokens that all beams now share, and drop nodes that no beam needs from the cache and the trie."""
+        """Commit the tokens that all beams now share, and drop nodes that no beam needs.
+
+        They are dropped from the target's KV cache and from the trie, the prefix tree of the beams' tokens.
+        """
         trie = self.trie
         # nodes on the path of every beam, and further nodes on the path of at least one
         shared, needed = trie.split(self.leaves)
@@ -462,7 +475,7 @@ class Trie:
     """
 
     def __init__(self) -> None:
-        """Begin without nodes."""
+        """Begin a prefix tree without nodes; `add` adds them."""
         # by node: its token, its parent (-1 for none), and the number of its ancestors
         self.tokens: list[int] = []
         self.parents: list[int] = []
@@ -470,7 +483,7 @@ class Trie:
         self.children: dict[tuple[int, int], int] = {}  # parent and token -> node
 
     def __len__(self) -> int:
-        """Return the number of nodes."""
+        """Return the number of nodes, which is also the number that the next new node gets."""
         return len(self.tokens)
 
     def add(self, parent: int, token: int) -> int:
@@ -494,7 +507,8 @@ class Trie:
     def ancestors(self, first: int) -> Tensor:
         """Return the tree mask of the nodes from `first` on, [N, R] bool: row i marks node first + i and its ancestors.
 
-        N is the number of these nodes, and R that of all nodes of the trie.
+        N is the number of these nodes, and R that of all nodes of the trie. It is the attention mask of a forward over
+        these nodes.
         """
         # the row and the column of each entry that is true
         rows = []
@@ -510,7 +524,8 @@ class Trie:
     def split(self, leaves: Iterable[int]) -> tuple[list[int], list[int]]:
         """Return the nodes that the paths to all of these leaves share, and the other nodes on at least one path.
 
-        Both are in ascending order, so that parents precede their children. A leaf -1 has an empty path.
+        Both are in ascending order, so that parents precede their children. A leaf -1 has an empty path. A leaf is the
+        node of a beam's last token: the shared nodes are final, and the others are still needed.
         """
         paths = [set(self.path(leaf)) for leaf in set(leaves)]
         shared = set.intersection(*paths)
@@ -518,6 +533,8 @@ class Trie:
 
     def subset(self, nodes: list[int]) -> Trie:
         """Return a trie of only these nodes, renumbered in this order; a node whose parent is not among them gets -1.
+
+        The other nodes belong to beams that have been dropped, or were committed.
 
         Args:
             nodes: In ascending order.

@@ -102,7 +102,7 @@ class BeamState:
         return [parents[candidate] for candidate in chosen]
 
     def _ends(self, sequence: list[int]) -> bool:
-        """Return whether a stop token or stop string ends an answer with the last of these tokens."""
+        """Return whether a stop token or stop string ends an answer with the last token of `sequence`."""
         end, _ = self.stops.first_end(sequence[:-1], sequence[-1:])
         return end is not None
 
@@ -146,12 +146,15 @@ class BeamState:
         worst = torch.where(self.has_answer, self.answer_scores.min(), FAR)
         is_full = bool(self.has_answer.all())
         stops_full = self.early_stopping is True and is_full
+        # the three reasons to end, in the order of the docstring
         self.is_done = stops_full or bool(is_ended.all()) or not bool((reachable > worst).any())
         return is_full and not stops_full and bool((reachable - worst[0]).abs() < NEAR_TIE)
 
 
 def _is_near(scores: Tensor, count: int) -> bool:
     """Return whether the `count`-th best score is a near tie with the one after it, so that rounding could swap them.
+
+    Then another order of sums might have chosen another beam.
 
     Args:
         scores: Of more than `count` candidates, best first.

@@ -73,7 +73,10 @@ def clock_of(device: torch.device) -> Clock:
 
     # a device works on after a call has returned: wait for it
     def synchronized() -> float:
-        """Return wall seconds, once the device has done all work that was queued on it."""
+        """Return wall seconds, once the device has done all work that was queued on it.
+
+        A GPU works on after a call has returned.
+        """
         torch.accelerator.synchronize(device)
         return perf_counter()
 
@@ -127,8 +130,11 @@ def measure_costs(
 def draft_levels(cycles: Sequence[TimedCycle], depth: int, limit: int = NEW_TOKENS) -> list[float]:
     """Return the seconds that a draft of 0, 1, 2, ... levels adds to a cycle, a list of depth + 1 numbers.
 
+    For drafters whose forwards are not timed by themselves, such as n-gram look-up.
+
     Args:
-        cycles: Timed cycles of one batch size, in which each number of levels must occur.
+        cycles: Timed cycles of one batch size, in which each number of levels must occur. A cycle is one draft and one
+            target forward that verifies it.
         depth: The levels of the deepest draft.
         limit: The value of max_new_tokens, for the error message.
     """
@@ -159,6 +165,9 @@ def _time_outside(
     costs: Costs, batch_size: int, cycles: Sequence[TimedCycle]
 ) -> tuple[float, float]:
     """Return median seconds outside of bare forwards: of a cycle, and of each forward of the drafter in a draft.
+
+    Outside of forwards are verification, the bookkeeping of the decoding loop, and what the loop does around the
+    drafter.
 
     Args:
         costs: Of the bare forwards.
@@ -290,7 +299,7 @@ def _time_forwards(
     *,
     batch_size: int = 1,
 ) -> list[tuple[float, ...]]:
-    """Return median seconds of the target's forwards, then of the drafter's first and later forwards if it has any.
+    """Return median seconds of the target's forwards, then of a draft's first and later forwards if there are any.
 
     Each of these one or three tuples has a number for each of `sizes`.
 
@@ -348,7 +357,7 @@ class _AllLevels:
     """A policy that requests every draft depth in turn, the same for all rows, and learns nothing."""
 
     def __init__(self, budget: Budget) -> None:
-        """Begin before the first cycle; `budget` is that of the deepest draft."""
+        """Begin before the first cycle; `budget` is that of the deepest draft, from which shallower ones are cut."""
         self.budget = budget
         self.nodes = budget.nodes
         self.draw = budget.draw
@@ -356,6 +365,8 @@ class _AllLevels:
 
     def share(self, levels: Mapping[int, int], contexts: Mapping[int, int]) -> dict[int, Budget]:
         """Return a budget of the next depth in turn for all rows: from the deepest to 0, and again.
+
+        The decoding loop calls it once a cycle. A row is one sequence of the batch.
 
         Args:
             levels: Row id -> the most levels that it may draft.
@@ -368,7 +379,7 @@ class _AllLevels:
         return dict.fromkeys(levels, budget)
 
     def within(self, levels: int) -> Budget:
-        """Return the budget with a depth of at most `levels`."""
+        """Return the budget of the deepest draft, cut to at most `levels` levels."""
         return self.budget.within(levels)
 
 
@@ -395,7 +406,7 @@ def time_cycles(
         budget: The deepest draft.
         sampling: Of all rows; by default greedy.
         max_new_tokens: The most tokens of each row.
-        stop: As in `generate`; by default nothing ends an answer early.
+        stop: Stop tokens and strings, as in `generate`; by default nothing ends an answer early.
         clock: By default that of `clock_of`.
         room: Further options of `Decoding`, such as `max_tokens_in_cache`.
     """
@@ -433,6 +444,8 @@ def _join_rows(
     costs: Costs, drafter: Drafter, requested: Sequence[Budget], traces: Sequence[Trace]
 ) -> list[TimedCycle]:
     """Return the cycles that decoded all rows, each as one `TimedCycle`.
+
+    All rows (sequences) of a batch share the forwards and the seconds of a cycle, so it counts once.
 
     Args:
         costs: Of bare forwards.

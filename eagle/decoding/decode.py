@@ -184,6 +184,8 @@ def stream(
 def _find_traces(trace: Any, rows: list[list[int]] | None) -> list[Trace]:
     """Return the traces that the answers are written to, one for each prompt: the caller's, or new ones.
 
+    A trace is the record of one answer.
+
     Args:
         trace: The option of the call: a trace for a single prompt, a list of traces for several, or None.
         rows: The token ids of each prompt; None for a single prompt.
@@ -202,7 +204,7 @@ def _write(
     warning; the first error is raised if every prompt has one.
 
     Args:
-        decoding: With all prompts added, by their index.
+        decoding: The decoding loop, to which all prompts were added, by their index.
         traces: Of each prompt.
         strings: The stop strings.
         alone: Whether the call has a single prompt, whose tokens are yielded without its index.
@@ -279,14 +281,15 @@ class _AnswerText:
         self.emitted = 0  # the number of characters in `texts`
 
     def add(self, tokens: list[int]) -> NewTokens:
-        """Append the next tokens of the answer as a piece, and return them with access to their text."""
+        """Append the tokens that a step has committed as a piece, and return them as a list with a lazy `text`."""
         self.pieces.append((tokens, self.trace.finish != "running"))
         return NewTokens(tokens, self, len(self.pieces) - 1)
 
     def piece(self, index: int) -> str:
         """Return the text of the piece with this index, decoded once.
 
-        The pieces before it are decoded first, because its text depends on them.
+        The pieces before it are decoded first, because its text depends on them. A piece is the text of the tokens that
+        one decoding step has committed.
         """
         while len(self.texts) <= index:
             tokens, is_last = self.pieces[len(self.texts)]
@@ -296,7 +299,7 @@ class _AnswerText:
         return self.texts[index]
 
     def _decode(self, tokens: list[int], is_last: bool) -> str:
-        """Return the text that the next piece completes, and hold back what may become a stop string.
+        """Return the text that the next piece (tokens of one step) completes; hold back what may become a stop string.
 
         Args:
             tokens: Of the piece, the next after those that were decoded.
@@ -314,7 +317,10 @@ class _AnswerText:
         return text[:end]
 
     def _find_stop(self, text: str) -> int:
-        """Return the index in the text from which on it may be the beginning of a stop string, or the text's length."""
+        """Return the index in the text from which on it may be the beginning of a stop string, or the text's length.
+
+        That part is held back: it must not be shown if a stop string ends the answer there.
+        """
         # from the left, so that the longest such end is found
         longest = max(map(len, self.stop_strings), default=0)
         for start in range(max(len(text) - longest, 0), len(text)):

@@ -33,14 +33,14 @@ class Average:
     __slots__ = ("is_guess", "min_weight", "value", "weight")
 
     def __init__(self, guess: float, min_weight: float = MIN_WEIGHT) -> None:
-        """Begin with a guess, whose weight is that of one cycle, or `min_weight` if that is less."""
+        """Begin with a guess of the rate, which weighs as much as one cycle, or `min_weight` if that is less."""
         self.value = guess
         self.weight = min(1.0, min_weight)
         self.min_weight = min_weight
         self.is_guess = True
 
     def add(self, outcome: bool | None, memory: float) -> None:
-        """Add one cycle to a running average of how often an event happens.
+        """Add one decoding cycle to a running average of how often an event happens, such as a level's acceptance.
 
         Args:
             outcome: Whether the event happened in this cycle; None if the cycle does not tell.
@@ -55,7 +55,10 @@ class Average:
             self.value += (outcome - self.value) / self.weight
 
     def shrink_toward(self, prior: float) -> float:
-        """Return this average, shrunk toward `prior`, the average of all rows: the fewer cycles it has, the more."""
+        """Return this average, of one row (sequence), shrunk toward `prior`, the average of all rows.
+
+        The fewer cycles the row has, the closer the result is to `prior`, which weighs as much as PRIOR cycles.
+        """
         return (self.weight * self.value + PRIOR * prior) / (self.weight + PRIOR)
 
 
@@ -66,7 +69,7 @@ class Levels:
     """
 
     def __init__(self, levels: int, memory: float, min_weight: float = MIN_WEIGHT) -> None:
-        """Begin with guesses: every requested level is proposed, and few are accepted.
+        """Begin with guesses: every requested level of a draft is proposed, and few are accepted.
 
         Args:
             levels: The levels of the deepest draft.
@@ -79,6 +82,9 @@ class Levels:
 
     def add(self, requested: int, cycle: Cycle, depth: int, rows: int = 1) -> None:
         """Add the outcome of a cycle for one row.
+
+        The rates are those at which each level of a draft is proposed when requested, and accepted when the level above
+        was.
 
         Args:
             requested: How many levels the drafter was asked for.
@@ -115,7 +121,10 @@ class Forecast:
     start: float = 0.0
 
     def limit(self, depth: int) -> Forecast:
-        """Return the forecast of a row that may draft at most `depth` levels: deeper ones bring and cost nothing."""
+        """Return the forecast of a row (sequence) that may draft at most `depth` levels.
+
+        Deeper levels get probability 0.
+        """
         depth = max(depth, 0)
         beyond = [0.0] * (len(self.path_probs) - depth)  # probabilities of the deeper levels
         return Forecast(
@@ -127,11 +136,11 @@ class Acceptance:
     """The rates of all rows together, and of each row that is being decoded."""
 
     def __init__(self, levels: int, memory: float) -> None:
-        """Start without statistics.
+        """Begin without statistics.
 
         Args:
             levels: The levels of the deepest draft.
-            memory: The number of cycles, whatever their number of rows, over which averages are taken.
+            memory: The number of cycles, whatever their number of rows (sequences), over which averages are taken.
         """
         self.levels = levels
         self.memory = memory
@@ -141,7 +150,7 @@ class Acceptance:
         self.read_tokens: dict[int, int] = {}  # how many tokens of each row the drafter has read
 
     def keep_only(self, contexts: Mapping[int, int]) -> None:
-        """Forget the rates of rows that are no longer decoded.
+        """Forget the rates of rows (sequences) that are no longer decoded.
 
         Args:
             contexts: Row id -> length of the sequence, of all rows of the next cycle.
@@ -154,10 +163,13 @@ class Acceptance:
             self.read_tokens.pop(row, None)
 
     def forecasts(self, rows: Iterable[int]) -> list[Forecast]:
-        """Return what is expected of a draft of each of these rows, by level; `start` stays 0.
+        """Return what is expected of a draft of each of these rows, by level.
+
+        The field `start`, seconds before the first level, stays 0: the caller knows it.
 
         Args:
-            rows: Row ids. Rows of which nothing is known are forecast by the rates of all rows.
+            rows: Row ids. A row is one sequence of the batch. Rows of which nothing is known are forecast by the rates
+                of all rows.
         """
         rows = list(rows)
         # the rates of a single row are those of all rows
@@ -166,7 +178,9 @@ class Acceptance:
         return [self._forecast(self.rows.get(row)) for row in rows]
 
     def _forecast(self, row_levels: Levels | None) -> Forecast:
-        """Return for each level the probability that it is accepted (with all above it), and proposed if requested.
+        """Return for each draft level the probability that it is accepted, and that it is proposed if requested.
+
+        A level is accepted only with all levels above it.
 
         Args:
             row_levels: The rates of one row, of which few cycles are known: they are shrunk toward those of all rows.
@@ -187,7 +201,7 @@ class Acceptance:
         return Forecast(list(accumulate(accepted, mul)), proposed)
 
     def learn(self, row: int, requested: int, cycle: Cycle, depth: int) -> None:
-        """Update the rates of a row, and those of all rows, after a cycle.
+        """Update the rates of a row (sequence), and those of all rows, after a cycle of draft and verification.
 
         Args:
             row: The row id.
@@ -217,15 +231,16 @@ class Batch:
     costs: CostTable
 
     def tokens(self, levels: Sequence[int]) -> float:
-        """Return how many tokens a cycle is expected to commit, over all rows, if row i drafts `levels[i]` levels."""
+        """Return the expected tokens that a cycle commits, over all rows, if row i drafts `levels[i]` levels."""
         # each row gets one token from the target, and one from each accepted level
         drafted = 0.0
         for forecast, depth in zip(self.forecasts, levels, strict=True):
+            # path_probs[d]: the probability that level d, and so all levels above it, are accepted
             drafted += sum(forecast.path_probs[:depth])
         return len(levels) + drafted
 
     def seconds(self, levels: Sequence[int]) -> float:
-        """Return the expected seconds of a cycle in which row i drafts `levels[i]` levels.
+        """Return the expected seconds of a cycle in which row (sequence) i drafts `levels[i]` levels.
 
         A forward of the target takes as long as the deepest proposed tree needs, as all rows are padded to it.
         """
@@ -243,15 +258,16 @@ class Batch:
             ]
             # the probability that none of these rows proposes the level
             silent = prod(1 - forecast.proposed[level] for forecast in drafting)
+            # read[n]: seconds of the target's forward over a tree of n levels, so this is what level adds
             total += (1 - silent) * (read[level + 1] - read[level])
         return total
 
     def speed(self, levels: Sequence[int]) -> float:
-        """Return the expected tokens per expected second of a cycle in which row i drafts `levels[i]` levels."""
+        """Return the expected tokens per second of a cycle in which row (sequence) i drafts `levels[i]` levels."""
         return self.tokens(levels) / self.seconds(levels)
 
     def best_levels(self, limits: Sequence[int], deepest: int) -> list[int]:
-        """Return how many levels each row should draft for the most tokens per second, at most `deepest`.
+        """Return how many levels each row (sequence) should draft for the most tokens per second, at most `deepest`.
 
         The ratio tokens / seconds is maximised by Dinkelbach's method: maximise tokens - price * seconds at a fixed
         price, take the ratio of this choice as the next price, and repeat. For a fixed price `_count_rows` finds the
@@ -307,6 +323,8 @@ class Batch:
             level_choices = []
             best = worth[0]
             best_count = 0
+            # gain: what this level brings if the first `count` rows draft it, and worth what the deeper levels then
+            # bring
             for count, gain in enumerate(self._gains(level, price)):
                 if count and gain + worth[count] > best:
                     best = gain + worth[count]
@@ -324,11 +342,11 @@ class Batch:
         return counts
 
     def _gains(self, level: int, price: float) -> list[float]:
-        """Return a level's expected tokens minus `price` times its seconds, if the first 0, 1, 2, ... rows draft it.
+        """Return a level's expected tokens - price * seconds, if the first 0, 1, 2, ... rows (sequences) draft it.
 
         Args:
             level: Of the draft, from 0.
-            price: Tokens per second.
+            price: Tokens that each second must bring, in tokens per second.
         """
         # draft[rows that draft][levels]: seconds of drafting; read: the further seconds of the target for this level
         draft = self.costs.draft

@@ -53,7 +53,7 @@ class Costs:
 
     @classmethod
     def parse(cls, values: dict[str, Any]) -> Costs:
-        """Return costs from the dict that JSON gives back after `dataclasses.asdict`, with lists made tuples again."""
+        """Return costs from their JSON, as `dataclasses.asdict` wrote it, with lists made tuples again."""
         fields = {key: _tuples(value) for key, value in values.items() if key != "batches"}
         # its name in results of earlier versions
         if "texts" in fields:
@@ -63,7 +63,7 @@ class Costs:
 
     @property
     def by_batch_size(self) -> list[Costs]:
-        """The costs by batch size, smallest first: these, and those of `batches`; each has its `batch_size`."""
+        """The costs at each measured batch size, smallest first: these, and those of `batches`."""
         return [self, *self.batches]
 
     def read(self, tokens: int, context: int, batch_size: int = 1) -> float:
@@ -134,6 +134,8 @@ class Costs:
     ) -> Iterator[tuple[int, ...] | None]:
         """Yield for each cycle of a sequence how many tokens each forward of its draft read, as `rows` returns them.
 
+        It asks which tokens the drafter had not read yet when the cycle began.
+
         Args:
             drafter: Whose drafts they are.
             budgets: Of each cycle, in order.
@@ -183,7 +185,7 @@ def interpolate(points: Sequence[int], values: Sequence[float], point: float) ->
 
 
 def _tuples(value: Any) -> Any:
-    """Return a value from JSON with its lists, also those in lists, as tuples, which can be hashed."""
+    """Return a value from JSON with its lists, also nested ones, as tuples, so that it can be hashed."""
     if isinstance(value, list | tuple):
         return tuple(_tuples(item) for item in value)
     return value
@@ -207,6 +209,8 @@ class CycleCosts:
     @classmethod
     def of_one(cls, draft: Sequence[float], read: Sequence[float]) -> CycleCosts:
         """Return costs that do not depend on the context, for one sequence at a time.
+
+        A policy for a single sequence needs no more.
 
         Args:
             draft: Seconds of drafting 0, 1, 2, ... levels.
@@ -239,7 +243,7 @@ class CycleCosts:
         batch_sizes = tuple(batch.batch_size for batch in costs.by_batch_size)
 
         def draft_seconds(batch_size: int, context: int) -> tuple[float, ...]:
-            """Return the seconds of drafting 0, 1, 2, ... levels for each sequence of a batch."""
+            """Return the seconds of drafting 0, 1, 2, ... levels for all sequences of a batch together."""
             seconds = []
             for level, forwards in enumerate(rows):
                 if forwards is None:
@@ -249,7 +253,8 @@ class CycleCosts:
             return tuple(seconds)
 
         def read_seconds(batch_size: int, context: int) -> tuple[float, ...]:
-            """Return the seconds of the rest of a cycle with trees of 0, 1, 2, ... levels; each has a root, the 1."""
+            """Return the seconds of the rest of a cycle, mainly the target's forward, for 0, 1, 2, ... levels."""
+            # 1 + count: the root and the draft nodes
             return tuple(costs.read(1 + count, context, batch_size) for count in nodes)
 
         # one grid each: [batch size][context][levels]
@@ -267,7 +272,7 @@ class CycleCosts:
         )
 
     def at(self, batch_size: int, context: int) -> CostTable:
-        """Return the costs of a cycle of `batch_size` rows, the longest of which has `context` tokens before it.
+        """Return the costs of a cycle of `batch_size` sequences, the longest of which has `context` tokens before it.
 
         ValueError if the batch size is above the only one that was measured.
         """
@@ -277,7 +282,7 @@ class CycleCosts:
         return _make_table(self, batch_size, context)
 
     def check_batch_size(self, batch_size: int) -> None:
-        """Refuse a batch size above the only one that was measured; two measured ones are extrapolated."""
+        """Refuse a batch size above the measured one if only one was measured; two or more are extrapolated."""
         largest = self.batch_sizes[-1]
         if batch_size > largest and len(self.batch_sizes) == 1:
             raise ValueError(
@@ -292,7 +297,7 @@ class CycleCosts:
         Args:
             grid: [batch size][context][levels], measured seconds.
             batch_size: The number of sequences.
-            context: The tokens of the longest one.
+            context: The tokens of the longest one before the cycle.
         """
         # bilinear: along contexts, then along batch sizes
         by_size = []  # [batch size][levels]
@@ -317,7 +322,10 @@ class CostTable:
     read: list[float]  # [levels of the deepest tree], of the rest of the cycle
 
     def drafting(self, levels: Sequence[int]) -> float:
-        """Return the seconds of a draft in which row i of the batch drafts `levels[i]` levels."""
+        """Return the seconds of a draft in which row i of the batch drafts `levels[i]` levels.
+
+        Rows are the sequences of the batch. All of them pass a level together, in one forward of the drafter.
+        """
         # each level costs what it costs for as many rows as reach it
         seconds = self.draft[len(levels)][0]
         for level in range(1, max(levels) + 1):
@@ -328,7 +336,10 @@ class CostTable:
 
 @lru_cache(4096)
 def _make_table(costs: CycleCosts, batch_size: int, context: int) -> CostTable:
-    """Return the costs of a cycle of `batch_size` rows after `context` tokens; cached, as every cycle needs them."""
+    """Return the costs of a cycle of `batch_size` rows (sequences) after `context` tokens.
+
+    It is cached, because every cycle of the policy needs one.
+    """
     draft = [costs.interpolate(costs.draft, count, context) for count in range(1, batch_size + 1)]
     # without a row that drafts, drafting takes no time
     nothing = [0.0] * len(draft[0])
@@ -336,7 +347,10 @@ def _make_table(costs: CycleCosts, batch_size: int, context: int) -> CostTable:
 
 
 def count_nodes(budget: Budget) -> int:
-    """Return the number of draft nodes of a full tree of this budget, the root not counted."""
+    """Return the number of draft nodes of a full tree of this budget, the root not counted.
+
+    The target reads so many tokens, and the root.
+    """
     # a fixed tree, of which the depth may have been cut: the length of a path is its node's level
     if budget.paths is not None:
         return sum(len(path) <= budget.depth for path in budget.paths)

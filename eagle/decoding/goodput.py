@@ -102,17 +102,23 @@ class Goodput:
 
     @property
     def draw(self) -> Draw:
-        """How children are chosen, the same in all its budgets."""
+        """How the children of a node are chosen where the target samples (`Budget.draw`); the same in all its budgets.
+
+        The decoding loop asks for it before the first budget.
+        """
         return self.budget.draw
 
     @property
     def proposed(self) -> list[Average]:
-        """For each draft level, how often the drafter proposed it when it was asked for, over all rows."""
+        """For each draft level, the average of how often the drafter proposed it when asked for, over all sequences."""
         return self.acceptance.all_rows.proposed
 
     @property
     def accepted(self) -> list[Average]:
-        """For each draft level, how often it was accepted when requested, and the one above accepted, over all rows."""
+        """For each draft level, the average of how often it was accepted when requested, over all sequences.
+
+        Only cycles count that accepted the level above.
+        """
         return self.acceptance.all_rows.accepted
 
     @classmethod
@@ -195,7 +201,7 @@ class Goodput:
     measured = measure  # its name in earlier releases
 
     def check_request(self, samplings: Sequence[Sampling], batch_size: int) -> None:
-        """Refuse a request that the policy cannot serve: typical acceptance, or more rows than were measured.
+        """Refuse a request that the policy cannot serve: typical acceptance, or a larger batch than was measured.
 
         The forecasts assume exact verification. Typical acceptance is lossy, and has other rates.
 
@@ -232,6 +238,8 @@ class Goodput:
     def share(self, levels: Mapping[int, int], contexts: Mapping[int, int]) -> dict[int, Budget]:
         """Return the next cycle's budget of each row, at most `levels[row]` deep.
 
+        The decoding loop calls it before each draft. A row is one sequence of the batch.
+
         Args:
             levels: Row id -> the most levels that it may draft.
             contexts: Row id -> the length of its sequence.
@@ -240,11 +248,13 @@ class Goodput:
         return self._choose_depths(levels, contexts)
 
     def within(self, levels: int) -> Budget:
-        """Return the next cycle's budget for a single row, at most `levels` deep; `share` does so for several rows."""
+        """Return the next cycle's budget for a single sequence, at most `levels` deep; `share` does so for several."""
         return self._choose_depths({ONLY: levels}, {ONLY: self.context})[ONLY]
 
     def learn_rows(self, cycles: Mapping[int, Cycle]) -> None:
         """Learn from the cycle of these rows: rates of acceptance, the time spent, and how deep to explore next.
+
+        A row is one sequence of the batch.
 
         Args:
             cycles: Row id -> the row's tree and what was accepted, for the rows that have not failed.
@@ -268,13 +278,13 @@ class Goodput:
             self.acceptance.learn(row, self.requested[row], cycle, depths[row])
 
     def learn(self, cycle: Cycle) -> None:
-        """Learn from a cycle of a single row; `learn_rows` does so for several."""
+        """Learn from a cycle of a single sequence: its tree and what was accepted; `learn_rows` does so for several."""
         self.learn_rows({ONLY: cycle})
 
     def _choose_depths(
         self, levels: Mapping[int, int], contexts: Mapping[int, int]
     ) -> dict[int, Budget]:
-        """Return each row's budget: usually of the best depth, sometimes of a deeper one to explore.
+        """Return each row's (sequence's) budget: usually of the best depth, sometimes of a deeper one to explore.
 
         Args:
             levels: Row id -> the most levels that it may draft.
@@ -304,12 +314,12 @@ class Goodput:
         return {row: self.budget.within(depth) for row, depth in self.requested.items()}
 
     def _make_batch(self, rows: Collection[int], context: int, starts: Iterable[float]) -> Batch:
-        """Return the forecasts of these rows' drafts, and the costs of a cycle of so many rows.
+        """Return what drafts of these rows (sequences) are expected to bring, and the costs of a cycle of so many rows.
 
         Args:
             rows: Row ids.
             context: The length of the longest row.
-            starts: Of each row the seconds that its draft takes before the first level.
+            starts: Of each row the seconds that the drafter first needs to read committed tokens.
         """
         forecasts = self.acceptance.forecasts(rows)
         started = [
@@ -328,8 +338,10 @@ class Goodput:
     ) -> tuple[list[int], float]:
         """Return the depths of a trial of deeper levels, and the seconds that it is expected to lose.
 
-        All rows draft deeper, or half of them, or a quarter, as the allowance permits. The rows whose drafter has the
-        least to read come first. If no trial is within the allowance, the best depths are returned.
+        All rows draft deeper, or half of them, or a quarter, as the allowance permits. Rows come first whose drafter
+        has the fewest tokens to read before it can draft. If no trial is within the allowance, the best depths are
+        returned. Exploring tells how often levels are accepted that would otherwise never be tried. A row is one
+        sequence of the batch.
 
         Args:
             batch: Forecasts and costs of the rows.
@@ -362,7 +374,7 @@ class Goodput:
 
 
 def _check_figures(name: str, seconds: Any) -> None:
-    """Refuse an argument `name` of `Goodput`, seconds by number of levels, that is no list of finite numbers."""
+    """Refuse the argument `name` of `Goodput`, seconds by number of draft levels, if it is no list of numbers."""
     if not isinstance(seconds, Sequence) or isinstance(seconds, (str, bytes)):
         raise ValueError(
             f"{name} is {seconds!r}, expected a list of seconds of 0, 1, 2, ... levels: {HINT}"
@@ -381,7 +393,7 @@ def _check_levels(name: str, seconds: Sequence[float], depth: int) -> None:
 
 
 def _tokens_ahead(limit: int) -> int:
-    """Return how many tokens of a row are expected to follow, given how many its limit still allows; at least 1."""
+    """Return how many tokens of a sequence are expected to follow, at least 1; `limit` is what may still follow."""
     # a request may end long before its limit; 0 would be a divisor
     return max(min(limit, TOKENS_AHEAD), 1)
 
@@ -399,7 +411,7 @@ def _nodes_by_level(budget: Budget) -> list[int]:
 
 
 def _rows_read(drafter: Drafter, budget: Budget, batch_size: int) -> set[int]:
-    """Return the numbers of tokens that forwards of target and drafter read, which are those to time.
+    """Return the numbers of tokens that forwards of target and drafter may read in one cycle, which are to be timed.
 
     Args:
         drafter: Whose forwards are timed.

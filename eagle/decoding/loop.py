@@ -78,13 +78,15 @@ class Decoding:
         self.drafts = RowDrafts(self._open_draft_state, self._read_whole)
 
     def _open_draft_state(self) -> DraftState:
-        """Return a new drafter state without rows; some drafters get access to the target's KV cache."""
+        """Return a new state of the drafter without sequences; some drafters get access to the target's KV cache."""
         if self.drafter.reads.kv_cache:
             return self.drafter.open_with(self.state.lend())
         return self.drafter.open()
 
     def _read_whole(self, row_id: int, update: Committed) -> Committed:
         """Return an update with all committed tokens of a row, for a drafter state that has read none of them.
+
+        So it is after an error: `RowDrafts` then drops the drafter's state of the row and makes a new one.
 
         Args:
             row_id: The row.
@@ -120,9 +122,9 @@ class Decoding:
             sampling: How the target samples.
             limit: The most new tokens.
             trace: Where the answer is written.
-            stop: As in `generate`.
+            stop: A token id, a string, or several; None for the target's stop tokens.
             first: The first token of the answer, if it is known already; it replaces the target's choice.
-            process: Changes the target's logits, see `Choose`.
+            process: Output and nodes -> changed logits, in place of the sampling's penalty and filters; None for none.
             observe: Called after each forward of the row.
         """
         # every fault of a request is found here, before it shares a forward with others
@@ -152,12 +154,14 @@ class Decoding:
         )
 
     def _columns_after_prompt(self, limit: int) -> int:
-        """Return how many cache columns a request needs after its prompt, for an answer of `limit` tokens."""
+        """Return how many positions of the KV cache an answer of `limit` tokens needs after its prompt."""
         # the whole draft tree with its root (the 1) is in the cache before rejected nodes are dropped
         return limit + self.budget.nodes + 1
 
     def step(self) -> list[tuple[int, list[int]]]:
         """Run one step: admit requests, read parts of prompts, and run one cycle of the rows whose prompts are read.
+
+        A row is one request in the batch. A cycle is one draft, one forward of the target, and verification.
 
         Returns:
             Row ids and their new tokens: the first token of each answer whose prompt was read to its end now, and the
@@ -185,19 +189,22 @@ class Decoding:
         return new
 
     def end(self, row_id: int, count: int) -> None:
-        """End an admitted request after the first `count` tokens of its answer; the trace drops the others."""
+        """End an admitted request after the first `count` tokens of its answer; the trace drops the others.
+
+        A caller that has enough of an answer ends it this way.
+        """
         row = self.rows[row_id]
         row.trace.cut(count)
         self._release(row)
 
     def close(self) -> None:
-        """Release all requests that have not ended, and give the state back to the target."""
+        """Release all requests that have not ended, and give the state with its KV cache back to the target."""
         for row in list(self.rows.values()):
             self._release(row)
         self.target.close(self.state)
 
     def _release(self, row: Row) -> None:
-        """Remove an admitted row from the batch, the target's state and the drafter's, whether it ended well or not."""
+        """Remove a request from the batch, the target's state and the drafter's, whether it ended well or not."""
         del self.rows[row.row_id]
         # the cache of a failed row may be faulty: no later request may reuse it as a prefix
         failed = row.trace.error is not None
@@ -206,7 +213,7 @@ class Decoding:
             self.drafts.release(row.row_id, failed=failed)
 
     def _admit(self) -> None:
-        """Move waiting requests to the batch, in order, while the batch and the target's cache have space."""
+        """Move waiting requests to the batch, in order, while the batch and the target's KV cache have space."""
         while self.waiting and len(self.rows) < self.batch_size:
             row = self.waiting[0]
             prompt = row.trace.prompt
@@ -223,6 +230,8 @@ class Decoding:
 
     def _read_prompts(self, max_tokens: int | None) -> list[tuple[int, list[int]]]:
         """Run one forward of the target over prompts, or parts of them, that it has not read to their ends.
+
+        A row is one request of the batch.
 
         Args:
             max_tokens: The most tokens of the forward, padding included; None for the state's own limit.
@@ -248,7 +257,7 @@ class Decoding:
         return new
 
     def _run_cycle(self, rows: list[Row]) -> list[tuple[int, list[int]]]:
-        """Run one cycle of these rows: draft, one forward of the target, verify, commit.
+        """Run one cycle of these rows (requests): draft, one forward of the target, verify, commit.
 
         The cycle is recorded in the rows' traces, and a policy learns from it.
 
@@ -291,7 +300,10 @@ class Decoding:
         return new
 
     def _propose(self, rows: list[Row]) -> dict[int, DraftTree]:
-        """Return a draft tree by row id, the root alone where nothing is drafted; rows that fail are left out."""
+        """Return a draft tree by row id, the root alone where nothing is drafted; rows that fail are left out.
+
+        A row is one request of the batch. Its pending updates are what the drafter has not been told yet.
+        """
         # how deep each row may draft: up to its token limit, and as far as the target can read
         levels = {row.row_id: self.state.levels(row.row_id, row.levels_left) for row in rows}
         budgets = self._find_budgets(levels)
@@ -311,7 +323,7 @@ class Decoding:
         return {row_id: tree for row_id, tree in trees.items() if self.rows[row_id].is_running}
 
     def _find_budgets(self, levels: dict[int, int]) -> dict[int, Budget]:
-        """Return the budget of each row for this cycle, limited to its number of levels.
+        """Return the draft budget of each row (request) for this cycle, limited to its number of levels.
 
         A row whose budget raises an error is left out.
 
@@ -334,7 +346,8 @@ class Decoding:
         """Return the rows whose budgets allow drafts; a missing or invalid budget ends its row with an error.
 
         Args:
-            rows: The rows of the cycle, whose `draw` is set to that of their budget.
+            rows: The requests of the cycle. Their `draw`, how children are chosen where the target samples, is set to
+                that of their budget.
             budgets: By row id.
         """
         drafting = []
@@ -350,7 +363,7 @@ class Decoding:
     def _draft(
         self, rows: list[Row], budgets: dict[int, Budget], *, stays_on_device: bool
     ) -> dict[int, DraftTree]:
-        """Return the drafter's trees for these rows by row id, checked; rows that fail are left out.
+        """Return the drafter's trees for these rows (requests) by row id, checked; rows that fail are left out.
 
         Args:
             rows: The rows that draft in this cycle. Their pending updates are passed to the drafter and dropped.
@@ -400,7 +413,7 @@ class Decoding:
     def _commit(
         self, outputs: dict[int, TargetOutput], accepted: dict[int, Accepted]
     ) -> list[tuple[int, list[int]]]:
-        """Add what each row accepted to its pending updates for the drafter; return the new tokens of each answer.
+        """Add what each row (request) accepted to its updates for the drafter; return the new tokens of each answer.
 
         Args:
             outputs: Row id -> the target's output on the row's tree.
@@ -439,9 +452,10 @@ class Decoding:
         return new
 
     def _learn(self, cycles: dict[int, Cycle]) -> None:
-        """Pass the rows' cycles (by row id) to the policy: all at once to `learn_rows`, else one by one to `learn`.
+        """Pass the rows' cycles to the policy that chooses budgets: all to `learn_rows`, else one by one to `learn`.
 
-        A fixed `Budget` has neither method, and learns nothing.
+        A cycle is one draft and its verification, of one row (request), given by row id. A fixed `Budget` has neither
+        method, and learns nothing.
         """
         learn_rows = getattr(self.budget, "learn_rows", None)
         learn = getattr(self.budget, "learn", None)
@@ -464,9 +478,9 @@ class Accepted:
 def accept(
     state: Any, rows: Sequence[Row], outputs: dict[int, TargetOutput]
 ) -> dict[int, Accepted]:
-    """Verify each row's tree, commit the accepted path in the target's cache, and return the outcomes by row id.
+    """Verify each row's tree, keep the accepted path in the target's KV cache, and return the outcomes by row id.
 
-    A row that fails is left out, and its trace keeps the error.
+    A row is one request of the batch. A row that fails is left out, and its trace keeps the error.
 
     Args:
         state: The target's state (`eagle.target.state.TargetState`).
@@ -492,7 +506,11 @@ def accept(
 def _accept_on_host(
     state: Any, rows: Sequence[Row], outputs: dict[int, TargetOutput]
 ) -> dict[int, Accepted]:
-    """Verify trees on the host, and commit the accepted paths; arguments and result are those of `accept`."""
+    """Verify trees on the host, and keep the accepted paths in the KV cache; return the outcomes by row id.
+
+    `state` is the target's, `rows` are the requests, and `outputs` the target's outputs on their trees by row id. A row
+    that fails is left out.
+    """
     pairs = [(outputs[row.row_id], row.choose) for row in rows]
     try:
         results = dict(enumerate(verify_rows(pairs)))
@@ -517,9 +535,10 @@ def _accept_on_host(
 def _accept_on_device(
     state: Any, rows: Sequence[Row], outputs: dict[int, TargetOutput]
 ) -> dict[int, Accepted]:
-    """Verify trees on the device, and commit the accepted paths; arguments and result are those of `accept`.
+    """Verify trees on the device, and keep the accepted paths in the KV cache; return the outcomes by row id.
 
-    The host waits only once, after it has queued all kernels.
+    The host waits only once, after it has queued all kernels. `state` is the target's, `rows` are the requests, and
+    `outputs` the target's outputs on their trees by row id. A row that fails is left out.
     """
     pairs = [(outputs[row.row_id], row.choose) for row in rows]
     # all of this is queued on the device, with shapes that do not depend on what is accepted
@@ -549,27 +568,28 @@ def _accept_on_device(
 
 
 class _Clock:
-    """Records the seconds of each part of a cycle.
-
-    Args:
-        device: The target's.
-        timing: Whether to record anything; or the clock to read, in place of wall time.
-    """
+    """Records the seconds of each part of a cycle."""
 
     def __init__(self, device: torch.device, timing: bool | Callable[[], float]) -> None:
+        """Make a clock for the cycles of one decoding; it has measured nothing yet.
+
+        Args:
+            device: The target's, which is waited for before the time is read.
+            timing: Whether to record anything; or the clock to read, in place of wall time.
+        """
         self.device = device
         self.timing = timing
         self.last = 0.0  # the time of the last `start` or `lap`
         self.seconds: dict[str, float] | None = None  # part -> seconds, of the current cycle
 
     def start(self) -> None:
-        """Begin a cycle: `seconds` is a new dict from here on, so that the last cycle's stays with its trace."""
+        """Begin a cycle: `seconds` is a new dict from here on, as the last cycle's belongs to its trace."""
         if self.timing:
             self.seconds = {}
             self.last = self._now()
 
     def lap(self, name: str) -> None:
-        """Record the seconds since the last `start` or `lap` as those of the part `name` of the cycle."""
+        """Record the seconds since the last `start` or `lap` as those of the part `name`, such as "draft"."""
         if self.seconds is not None:
             now = self._now()
             self.seconds[name] = now - self.last

@@ -39,7 +39,7 @@ class Row:
 
     @contextmanager
     def fail_alone(self) -> Iterator[None]:
-        """Return a context in which an error ends this row and no other row of the batch."""
+        """Return a context in which an error ends this row (request) and no other row of the batch."""
         try:
             yield
         except FATAL:
@@ -49,7 +49,7 @@ class Row:
             self.fail(error)
 
     def fail(self, error: Exception) -> None:
-        """End this row with an error, which its trace keeps; nothing is raised."""
+        """End this row (request) with an error, which its trace keeps; nothing is raised."""
         self.trace.error = error
         self.trace.finish = "error"
 
@@ -60,7 +60,7 @@ class Row:
 
     @property
     def levels_left(self) -> int:
-        """How many draft levels could still be committed before the answer's token limit."""
+        """How many levels of a draft could still be accepted before the answer's token limit."""
         # each cycle also commits one token that the target adds after the accepted drafts
         return self.limit - len(self.trace.tokens) - 1
 
@@ -99,7 +99,7 @@ def check_trace(trace: Trace, others: Iterable[Trace]) -> None:
 
 
 def find_budget(budgets: Mapping[int, Budget], row_id: int) -> Budget:
-    """Return a row's budget; ValueError if the policy has given none for it."""
+    """Return the budget of a row (request); ValueError if the policy has given none for it."""
     budget = budgets.get(row_id)
     if not isinstance(budget, Budget):
         raise ValueError(
@@ -158,7 +158,7 @@ class RowDrafts:
         open_state: Callable[[], DraftState],
         read_whole: Callable[[int, Committed], Committed],
     ) -> None:
-        """Open the drafter's state that all rows of a decoding batch share until one of them fails.
+        """Open the drafter's state that all rows (requests) of a decoding batch share until one of them fails.
 
         Args:
             open_state: Makes a new state.
@@ -177,7 +177,7 @@ class RowDrafts:
         self.unread_rows: set[int] = set()
 
     def admit(self, row_id: int, noise: Noise | None) -> None:
-        """Begin the sequence of a new row.
+        """Begin the sequence of a new row (request) in the drafter's shared state.
 
         Args:
             row_id: The row.
@@ -189,7 +189,7 @@ class RowDrafts:
         self.shared.admit(row_id, noise)
 
     def release(self, row_id: int, *, failed: bool = False) -> None:
-        """Drop all that is held of a row that has ended.
+        """Drop all that the drafter's state holds of a row (request) that has ended.
 
         Args:
             row_id: The row.
@@ -208,6 +208,8 @@ class RowDrafts:
         self, updates: Mapping[int, Committed], budgets: Mapping[int, Budget]
     ) -> tuple[dict[int, DraftTree], Errors]:
         """Return the draft trees by row id, and the errors of the rows that failed by row id.
+
+        A row is one request of the batch. An error in one row ends that row alone.
 
         Args:
             updates: Row id -> the tokens that were committed since the row's last draft.
@@ -230,7 +232,7 @@ class RowDrafts:
     def _propose_group(
         self, updates: Mapping[int, Committed], budgets: Mapping[int, Budget]
     ) -> tuple[dict[int, DraftTree], Errors]:
-        """Return the trees of rows that share one drafter state, and the errors of those that failed, by row id.
+        """Return the trees of rows (requests) that share one drafter state, and the errors of failed ones, by row id.
 
         After an error that may be any row's, each row gets a state of its own, and drafts again alone.
 
@@ -264,14 +266,20 @@ class RowDrafts:
             return trees, errors
 
     def _complete(self, row_id: int, update: Committed) -> Committed:
-        """Return the row's update, extended to its whole sequence if its state is new and has read nothing."""
+        """Return the update that the drafter gets of a row (request): this one, or one with the whole sequence.
+
+        A state that was made after an error is new, and has read no token of the row.
+        """
         if row_id not in self.unread_rows:
             return update
         self.unread_rows.remove(row_id)
         return self.read_whole(row_id, update)
 
     def _split(self, state: DraftState) -> None:
-        """Give each row of a state that raised an error a new state of its own, which has read none of its tokens."""
+        """Give each row (request) of a drafter state that raised an error a new state of its own.
+
+        A new state has read no token: the row's next update must hold its whole sequence (`_complete`).
+        """
         # the faulty state is not used again: rows that begin later share a new one
         if state is self.shared:
             self.shared = self.open_state()
@@ -294,7 +302,7 @@ class Stops:
         Args:
             stop: A token id, a string, or several of them.
             tokenizer: The target's; only stop strings need it.
-            vocab_size: V.
+            vocab_size: V, the size of the target's vocabulary.
         """
         items = [_stop_item(item, vocab_size) for item in _as_items(stop)]  # token ids and strings
         self.tokens = {item for item in items if isinstance(item, int)}

@@ -6,6 +6,7 @@ from eagle.core.drafter import TrainableDrafter
 from eagle.drafters.blocks.dflash import DFlash
 from eagle.drafters.blocks.dspark import DSpark
 from eagle.drafters.blocks.peagle import Peagle
+from eagle.drafters.blocks.xpress import XPress
 from eagle.drafters.draft_model import DraftModel
 from eagle.drafters.levels.blockwise import Blockwise
 from eagle.drafters.levels.hydra import Hydra
@@ -56,6 +57,7 @@ DRAFTERS = Methods(
         "peagle": Peagle,
         "mtp": Mtp,
         "dspark": DSpark,
+        "xpress": XPress,
     }
 )
 

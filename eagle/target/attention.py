@@ -36,14 +36,15 @@ def grouped_attention(
 
     transformers' sdpa repeats them. Here the G * N queries that share a key/value head are the rows of one product.
     There are B sequences, N new tokens, S cached and new tokens, and H query heads of width D, of which G = H / K share
-    each of K key/value heads.
+    each of K key/value heads. Registered as an attention function of transformers: a model whose config names it calls
+    it in every layer.
 
     Returns:
         The output [B, N, H, D], and None for attention weights.
     """
     sequences, heads, count, width = query.shape
     groups = heads // key.shape[1]
-    # `Masks` passes a mask of one column where no mask is needed: one new token sees all columns, and several new
+    # `Masks` passes a mask of one column where no mask is needed: one new token sees all cached ones, and several new
     # tokens without earlier columns are causal
     unmasked = attention_mask.shape[-1] == 1
     if count > 1 and unmasked:
@@ -85,7 +86,7 @@ def _attend_by_products(
         key: [B, K, S, D], of S cached and new tokens.
         value: [B, K, S, D].
         mask: [B, 1, G * N, S], added to the scores; None for none.
-        scale: of the products.
+        scale: the factor on q k^T, usually D^-0.5.
 
     Returns:
         [B * K, G * N, D].
@@ -118,6 +119,8 @@ def observed_attention(
 ) -> Any:
     """Attention function that shows queries and keys to the observer of `observing`, then calls the model's own.
 
+    transformers calls it by its registered name. Drafters that choose keys by their attention weights need it.
+
     Args:
         module: the attention module of a layer.
         query: [B, H, N, D], rotated, of N new tokens of B sequences, for H heads of width D.
@@ -136,13 +139,18 @@ AttentionInterface.register(OBSERVED, observed_attention)
 
 
 def can_observe(model: Any, settings: dict[str, Any]) -> bool:
-    """Return whether a model with these config settings uses the registered attention functions."""
+    """Return whether a model with these config settings calls attention functions by their registered names.
+
+    Only then can `observing` put another function in their place.
+    """
     return model._supports_attention_backend and settings.get(ATTENTION_KEY) in AttentionInterface()
 
 
 @contextmanager
 def observing(settings: dict[str, Any], observe: Observe) -> Iterator[None]:
     """A context in which `observe` receives the queries and keys of a model's attention, which runs as usual.
+
+    Drafters that choose keys by the target's attention use it.
 
     Args:
         settings: the attributes of the config that the model reads, which are changed in the context.
@@ -163,7 +171,7 @@ def can_group(model: Any, config: Any) -> bool:
     """Return whether a model can run `grouped_attention` in place of its own.
 
     It must take any registered attention function, run sdpa now, and have causal masks alone: no windows and no sparse
-    layers.
+    layers. The attention function is named in its config.
     """
     # vars rather than getattr, as the attribute has a property and a default on some config classes
     return (
@@ -183,7 +191,10 @@ PLAIN_KINDS = {"any", "full_attention", "sliding_attention"}
 
 
 def layer_kinds(config: Any) -> list[str]:
-    """Return the distinct types of a model's layers, such as "full_attention"; "any" where its config names none."""
+    """Return the distinct types of a model's layers, such as "full_attention"; "any" where its config names none.
+
+    Layers of different types need different attention masks.
+    """
     return sorted(set(getattr(config, "layer_types", None) or ["any"]))
 
 
@@ -194,7 +205,10 @@ def window_of(config: Any) -> int | None:
 
 
 def layer_windows(config: Any) -> dict[str, int | None]:
-    """Return the sliding window in tokens of each layer type with attention, None for one without a limit."""
+    """Return the sliding window in tokens of each layer type with attention, None for one without a limit.
+
+    A token attends only to the last so many tokens. Layer types without attention are left out.
+    """
     windows: dict[str, int | None] = {}
     for kind in layer_kinds(config):
         # layers with a recurrent state or without any mixing of tokens do not attend
@@ -214,7 +228,8 @@ BLOCK_NAMES = re.compile("index_block_size|compress_rates")
 def attention_limits(config: Any) -> set[int]:
     """Return numbers of tokens beyond which a model's attention may leave tokens out, by names in its config.
 
-    A trial prompt must be longer than these to show whether a reader does the same.
+    A trial prompt must be longer than these to show whether a reader does the same. Such limits are windows, chunks and
+    budgets of sparse attention.
     """
     limits: list[int] = []
     blocks: list[int] = []
@@ -241,7 +256,7 @@ FAR_NAMES = re.compile("^(sliding_window|attention_chunk_size|floor_scale)$")
 
 @contextmanager
 def near_limits(model: Any, config: Any, near: int) -> Iterator[bool]:
-    """A context in which a model's windows and chunks of more than `near` tokens have `near` tokens.
+    """A context in which a model's attention windows and chunks of more than `near` tokens have `near` tokens.
 
     A short trial then shows how the model reads beyond them. It yields whether the model has any.
     """
@@ -269,22 +284,22 @@ class MasksByKind(dict[str, Any]):
         """Take the known masks.
 
         Args:
-            masks: by layer type with attention, which come first.
-            rest: layer types without a mask.
+            masks: the known masks, by layer type; these come first in the dict.
+            rest: layer types without attention, which have no mask.
             make: returns the mask of any other layer type.
         """
         super().__init__(masks | dict.fromkeys(rest))
         self.make = make
 
     def __missing__(self, kind: str) -> Any:
-        """Return the mask of a layer type that the config does not list, and keep it; None if it has no attention."""
+        """Return the mask of a layer type that the config does not list, and store it; None if it has no attention."""
         mask = None if STATEFUL_KINDS.search(kind) else self.make(kind)
         self[kind] = mask
         return mask
 
 
 def query_groups(config: Any) -> int:
-    """Return the number of query heads that share one key-value head."""
+    """Return the number of query heads that share one key/value head, as grouped-query attention has them."""
     config = typical_config(config, ("num_attention_heads", "num_key_value_heads"))
     heads = config.num_attention_heads
     # without a number of key/value heads, each query head has its own
@@ -295,7 +310,7 @@ class Masks:
     """Makes additive attention masks for eager and sdpa attention: one mask, or a dict by layer type."""
 
     def __init__(self, model: Any, config: Any, grouped: bool, *, as_rows: bool = True) -> None:
-        """Find out what masks a model needs.
+        """Find out what attention masks a model needs when it reads draft trees.
 
         Args:
             model: the model, which gives dtype and device.
@@ -329,7 +344,7 @@ class Masks:
         """Make the attention mask of a forward over the last N of R uncommitted tokens of B sequences.
 
         Args:
-            starts: the committed columns of each sequence.
+            starts: the committed columns of each sequence; a column is the place of one token in the KV cache.
             positions: [B, R], of the uncommitted tokens.
             tree_mask: [B, N, R], which of the R each of the last N attends to; None for a chain of R new tokens.
             columns: [B, max(starts) or more], the positions of the committed columns; None if they are in order.
@@ -357,6 +372,8 @@ class Masks:
     def _by_kind(self, make: Callable[[int | None, int | None], Tensor]) -> MasksByKind | None:
         """Return masks by layer type; None where no layer type attends.
 
+        Models with several layer types, such as full and sliding attention, take a dict of masks.
+
         Args:
             make: returns the mask for a window and a chunk, each a number of tokens or None.
         """
@@ -364,7 +381,10 @@ class Masks:
         make = cache(make)
 
         def mask_of(kind: str) -> Tensor:
-            """Return the mask of a layer type; one that the config does not list has a window by its name."""
+            """Return the attention mask of a layer type.
+
+            Whether a type that the config does not list has a sliding window is seen by its name, and so are chunks.
+            """
             window = self.windows.get(kind, self.window if WINDOWED_KINDS.search(kind) else None)
             return make(window, self.chunk if "chunk" in kind else None)
 
@@ -386,9 +406,9 @@ class Masks:
         key/value head (1 if their queries are not rows of one product).
 
         Args:
-            starts: the committed columns of each sequence.
+            starts: the committed columns of each sequence; a column is the place of one token in the KV cache.
             positions: [B, R], of the uncommitted tokens.
-            tree_mask: [1 or B, N, R], as in `__call__`.
+            tree_mask: [1 or B, N, R], which of the R uncommitted tokens each of the last N attends to.
             committed: [B, ..], positions of the committed columns; None: in order.
             window: the sliding window in positions; None for none.
             chunk: the number of positions of a chunk, beyond which nothing is attended to; None for none.
@@ -432,7 +452,10 @@ def place_columns(
     positions: Tensor,
     committed: Tensor | None = None,
 ) -> Tensor:
-    """Return [B, S], the position of every column (a token in the cache) of B sequences, committed ones and new ones.
+    """Return [B, S], the position in its sequence of the token in every column of the KV cache.
+
+    There are B sequences, and a column holds one token of each: first the committed ones, then the new ones. The nodes
+    of a tree share positions, so a column's index does not tell it.
 
     Args:
         starts: the number of committed columns of each sequence.
@@ -451,7 +474,7 @@ def place_columns(
 
 
 def why_no_trees(config: Any, cache_name: str) -> str | None:
-    """Return why a model cannot read draft trees, by its cache and attention alone, or None if a trial must tell.
+    """Return why a model cannot read draft trees, by its cache and attention alone, or None if only a trial can tell.
 
     Args:
         config: the model's text config.
@@ -467,7 +490,8 @@ def why_no_trees(config: Any, cache_name: str) -> str | None:
 def rope_border(config: Any) -> float:
     """Return the length in tokens beyond which a longrope model reads a sequence with other rotary frequencies.
 
-    It then reads the whole sequence with them, so that keys cached before are wrong. Infinity for other models.
+    It then reads the whole sequence with them, so that keys cached before are wrong. Infinity for other models. So no
+    sequence may grow across it.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     # a config has one set of parameters, or a set for each layer type

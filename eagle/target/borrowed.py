@@ -114,14 +114,20 @@ def _embed_scale(config: Any, embedded: Tensor, first: Tensor | None) -> float:
 
 
 def _logit_scale(config: Any) -> float:
-    """Return the factor by which a model multiplies its logits, under the names that configs have for it."""
+    """Return the factor by which a model multiplies its logits, under the names that configs have for it.
+
+    1 for models without such a factor.
+    """
     factor = getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None)
     divisor = getattr(config, "logits_scaling", None) or 1
     return factor or 1 / divisor
 
 
 def is_close(got: Tensor, expected: Tensor) -> bool:
-    """Return whether two tensors differ only by rounding: by a share of the norm that `expected`'s dtype decides."""
+    """Return whether two tensors differ only by rounding.
+
+    The norm of the difference may be 1e-4 of that of `expected` in fp32 or fp64, and 2e-2 in half precision.
+    """
     if got.shape != expected.shape:
         return False
     tolerance = 1e-4 if expected.dtype in (torch.float32, torch.float64) else 2e-2
@@ -139,7 +145,10 @@ class Borrowed:
     head: TargetHead
 
     def tensor(self, name: str) -> Tensor:
-        """Raise, because a head that copies the target's weights needs the whole target."""
+        """Raise, because a head that copies the target's weights needs the whole target.
+
+        Only the embedding and the LM head are loaded here. `name` is the tensor's.
+        """
         raise ValueError(
             f"{name} is not stored beside the features: set train.decode=1, which loads the whole target"
         )
@@ -189,7 +198,7 @@ def target_config(
 ) -> Any:
     """Return the text config of a target, without loading its weights.
 
-    `path` is a folder, a hub id or a GGUF file, which is unpacked first.
+    `path` is a folder, a hub id or a GGUF file, which is unpacked first. Its sizes decide those of a head.
     """
     config = AutoConfig.from_pretrained(
         model_folder(path, revision), revision=revision, trust_remote_code=trust_remote_code
@@ -222,7 +231,10 @@ def is_local_model(path: str, revision: str | None = None) -> bool:
 
 
 def _split_head(head: TargetHead) -> tuple[dict[str, Tensor], dict[str, float | None]]:
-    """Return the matrices of a head, and its scales by their names in `TargetHead`, for `save_borrowed`."""
+    """Return the matrices of a head, and its scales by their names in `TargetHead`, for `save_borrowed`.
+
+    The scales are factors on embeddings and logits, and the softcap.
+    """
     embedding = head.embedding.get_parameter("weight")
     bias = getattr(head.output, "bias", None)
     tensors = {"embedding": embedding.data}
@@ -238,7 +250,10 @@ def _split_head(head: TargetHead) -> tuple[dict[str, Tensor], dict[str, float | 
 
 
 def _build_head(tensors: dict[str, Tensor], scales: dict[str, Any]) -> TargetHead:
-    """Return a head made of the matrices and scales that `_split_head` returns."""
+    """Return a head made of the matrices and scales that `_split_head` returns.
+
+    The scales are factors on embeddings and logits, and the softcap.
+    """
     embedding = nn.Embedding.from_pretrained(tensors["embedding"])
     weight = tensors.get("output", tensors["embedding"])
     # made on the meta device, without memory, as its parameters are replaced
@@ -259,8 +274,8 @@ def _reproduce_head(tensors: dict[str, Tensor], scales: dict[str, Any], head: Ta
     They do not if the head is quantised, offloaded, or transforms states.
 
     Args:
-        tensors: as `_split_head` returns them.
-        scales: as `_split_head` returns them.
+        tensors: "embedding" and, unless it is tied, "output" of the LM head, and its "bias".
+        scales: the factors on embeddings and logits and the softcap, by their names in `TargetHead`.
         head: the target's head, which they must reproduce.
     """
     # offloaded or quantised

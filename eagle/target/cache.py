@@ -38,12 +38,12 @@ class TreeCache(RowCache, Cache):
         stateful: Mapping[int, int] | None = None,
         mixers: Mixers | None = None,
     ) -> None:
-        """Make an empty cache.
+        """Make an empty cache of keys, values, tapped hidden states and recurrent states.
 
         Args:
             num_layers: the number of layers that write to it.
             stateful: by layer index the number of recurrent states that it keeps, for layers that keep any.
-            mixers: the modules that read and write these states.
+            mixers: the modules that read and write these recurrent states; None for a model of attention alone.
         """
         RowCache.__init__(self)
         self.mixers = mixers
@@ -69,7 +69,7 @@ class TreeCache(RowCache, Cache):
         *,
         commits: bool = False,
     ) -> None:
-        """Let the next forward write to these cache rows, as in `RowCache`.
+        """Tell the cache where the next forward writes its keys and values, before the model calls it.
 
         Args:
             cache_rows: the cache rows (one for each sequence) that the forward writes to.
@@ -109,7 +109,9 @@ class TreeCache(RowCache, Cache):
         new: int,
         width: int,
     ) -> Iterator[None]:
-        """A context in which a forward's mixers read nodes from the states of each sequence, and leave new states.
+        """A context in which a forward reads trees from the recurrent states of each sequence, and leaves new ones.
+
+        Mixers are the model's modules with such states, as Mamba's. A mask cannot steer them, so they run over paths.
 
         Args:
             mixers: the model's modules that keep recurrent states.
@@ -142,7 +144,7 @@ class TreeCache(RowCache, Cache):
         paths: Mapping[int, Sequence[int]],
         counts: Mapping[int, int] | None = None,
     ) -> None:
-        """Commit the accepted columns of the last forward as in `RowCache.keep`, and the recurrent states after them.
+        """Commit the accepted columns (tokens) of the last forward, and the recurrent states after them.
 
         Args:
             paths: by cache row the columns to keep, in their new order, counted from its first uncommitted column.
@@ -160,19 +162,22 @@ class TreeCache(RowCache, Cache):
         super().keep(paths, counts)
 
     def swap(self, first: int, second: int) -> None:
-        """Exchange the contents of two cache rows, with their recurrent states."""
+        """Exchange the contents of two cache rows, with their recurrent states.
+
+        A cache row holds one sequence. Rows that are decoded must lie next to each other.
+        """
         super().swap(first, second)
         if self.states is not None:
             self.states.swap(first, second)
 
     def clear(self, cache_row: int) -> None:
-        """Empty a cache row, fill it with zeros, and drop its recurrent states."""
+        """Empty a cache row (one sequence's place), fill it with zeros, and drop its recurrent states."""
         super().clear(cache_row)
         if self.states is not None:
             self.states.cut(cache_row, 0)
 
     def copy(self, source: int, target: int) -> None:
-        """Copy a cache row's committed columns and recurrent states into another cache row."""
+        """Copy the committed columns (tokens) of a cache row and its recurrent states into another cache row."""
         super().copy(source, target)
         if self.states is not None:
             self.states.copy(source, target)
@@ -197,12 +202,13 @@ class TreeCache(RowCache, Cache):
     def reusable(self, cache_row: int, length: int) -> int:
         """Return how many of a cache row's first `length` tokens a new prompt that shares them need not read again.
 
-        Keys and values serve any prefix. Recurrent states are held after some tokens alone.
+        Keys and values serve any prefix. Recurrent states are held after some tokens alone. A cache row is one
+        sequence's place in the cache, whose tokens stay after the sequence has ended.
         """
         return length if self.states is None else self.states.reusable(cache_row, length)
 
     def measure(self) -> None:
-        """Store the bytes of the first sequence's states and of a column on the mixers, where later caches read them.
+        """Store the bytes of the first sequence's recurrent states and of a column on the mixers, for later caches.
 
         A column is what is cached for one token; mixers are the modules that keep recurrent states.
         """
@@ -224,12 +230,18 @@ class TreeCache(RowCache, Cache):
         return -(-state_bytes // self.mixers.column_bytes)
 
     def snapshot(self, cache_row: int, length: int) -> None:
-        """Keep the recurrent states after the first `length` tokens even when the sequence grows past them."""
+        """Keep the recurrent states after the first `length` tokens of a cache row when its sequence grows past them.
+
+        A later prompt with the same beginning can go on from them.
+        """
         if self.states is not None:
             self.states.snapshot(cache_row, length)
 
     def cut(self, cache_row: int, length: int) -> None:
-        """Cut a cache row's sequence to its first `length` tokens."""
+        """Cut a cache row's sequence to its first `length` tokens.
+
+        A new prompt that begins with these tokens goes on from them.
+        """
         self.lengths[cache_row] = length
         # an empty cache row has no images: the next sequence may have none, or others
         if not length:
@@ -239,7 +251,7 @@ class TreeCache(RowCache, Cache):
 
     @torch.inference_mode()
     def copy_columns(self, source: TreeCache, origin: Tensor, destination: Tensor) -> None:
-        """Copy the keys and values of M columns from another cache of this model.
+        """Copy the keys and values of M tokens (columns) from another cache of this model, such as the target's own.
 
         Args:
             source: the other cache.
@@ -275,7 +287,7 @@ class _Layer(CacheLayerMixin):
     is_croppable = True
 
     def __init__(self, owner: RowCache) -> None:
-        """Make a layer without keys and values; `owner` is the cache that it belongs to."""
+        """Make a layer without keys and values; `owner` is the cache that it belongs to, which tells where to write."""
         super().__init__()
         self.owner = owner
         self.key_buffer = owner.add()
@@ -284,7 +296,7 @@ class _Layer(CacheLayerMixin):
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing: buffers allocate themselves at their first write."""
+        """Do nothing, where transformers' layers allocate: buffers here allocate themselves at their first write."""
 
     def update(
         self,
@@ -293,7 +305,7 @@ class _Layer(CacheLayerMixin):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
-        """Write new keys and values; return those of all columns, which the new tokens attend to.
+        """Write new keys and values; return those of all tokens, which the new tokens attend to.
 
         Args:
             key_states: [B, X, N, D], of N new tokens of B sequences, for X heads of width D.
@@ -302,14 +314,15 @@ class _Layer(CacheLayerMixin):
             kwargs: unused.
 
         Returns:
-            Keys and values [B, X, S, D], of S columns up to the last new one of the longest sequence.
+            Keys and values [B, X, S, D], of S tokens up to the last new one of the longest sequence.
         """
         return self.key_buffer.write(key_states), self.value_buffer.write(value_states)
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
-        """Write the keys [B, N, D] of new tokens by which a sparse attention picks its columns; return all [B, S, D].
+        """Write the indexer keys [B, N, D] of new tokens, and return those of all tokens, [B, S, D].
 
-        B are sequences, N new tokens, and S all columns up to the last new one.
+        By them a sparse attention picks the cached tokens that it attends to. B are sequences, N new tokens, and S all
+        tokens up to the last new one.
         """
         if self.indexer_buffer is None:
             self.indexer_buffer = self.owner.add()
@@ -325,17 +338,17 @@ class _Layer(CacheLayerMixin):
         return buffers
 
     def get_seq_length(self) -> Any:
-        """Return the number of columns that precede the new tokens.
+        """Return the number of cached tokens (columns) that precede the new ones; models of transformers ask for it.
 
         A model that computes positions as this length + `arange(N)` gets instead the offsets that make them right for
-        the nodes of a tree.
+        the nodes of a tree, in which siblings share a position.
         """
         if self.owner.counts_positions:
             return self.owner.token_positions.query_offsets
         return max(self.owner.starts)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, Any]:
-        """Return the number S of columns with the new ones, and the offset of their positions.
+        """Return the number S of cached tokens with the new ones, and the offset of their positions, for masks.
 
         The offset is 0, or for a model that computes positions from it, what to add to `arange(S)`.
         """
@@ -357,7 +370,7 @@ class _Layer(CacheLayerMixin):
         """Ignore what the model stores, as `indexer_position_ids` says."""
 
     def get_max_length(self) -> int:
-        """Return -1, which tells transformers that there is no limit."""
+        """Return -1, which tells transformers that the cache has no limit."""
         return -1
 
 
@@ -365,7 +378,7 @@ class _MixedLayer(_Layer, LinearAttentionLayer):
     """A layer with keys and values and with recurrent states; the states lie in copies of it, one for each run."""
 
     def __init__(self, owner: TreeCache, number_of_states: int) -> None:
-        """Make an empty layer of the cache `owner`; a module keeps this number of recurrent states in it."""
+        """Make an empty layer of the cache `owner`, in which a module keeps `number_of_states` recurrent states."""
         LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
         _Layer.__init__(self, owner)
 
@@ -385,6 +398,8 @@ def stateful_layers(config: Any) -> dict[int, int]:
 
 def cache_kind(model_cache: Any) -> type[TreeCache]:
     """Return `TreeCache`, or a subclass of it and of the model's own cache where the model looks up lists in its cache.
+
+    A model may read and write such lists by name, so that they must be attributes of our cache too.
 
     Args:
         model_cache: the cache that a forward of the model returned.
@@ -408,7 +423,7 @@ class NoCache(Cache):
     """
 
     def __init__(self, num_layers: int) -> None:
-        """Make a cache for a model of this number of layers."""
+        """Make a cache that keeps nothing, for a model of this number of layers."""
         super().__init__(layers=[_EmptyLayer() for _ in range(num_layers)])
 
 
@@ -418,7 +433,7 @@ class _EmptyLayer(CacheLayerMixin):
     is_sliding = False
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing: there is nothing to allocate."""
+        """Do nothing, where transformers' layers allocate: this one keeps nothing."""
 
     def update(
         self,
@@ -427,19 +442,19 @@ class _EmptyLayer(CacheLayerMixin):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
-        """Return the new keys and values alone, and keep nothing."""
+        """Return the new keys and values alone, and keep nothing; models of transformers call this in attention."""
         return key_states, value_states
 
     def get_seq_length(self) -> int:
-        """Return the number of columns before the new tokens: none."""
+        """Return 0, the number of cached tokens before the new ones."""
         return 0
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the number of columns with the new ones, and the index of the first of them."""
+        """Return the number of keys that new tokens attend to, cached ones and themselves, and the first index, 0."""
         return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
-        """Return -1, which tells transformers that there is no limit."""
+        """Return -1, which tells transformers that the cache has no limit."""
         return -1
 
 
@@ -451,14 +466,15 @@ class BorrowedCache(Cache):
 
         Args:
             borrowed: keys and values [1, X, S, D] of each layer, of S tokens of one sequence, for X heads of width D.
-            offset: what to add to a column for its position, as after images.
+            offset: what to add to a token's index in the cache for its position: an image has fewer positions than
+                tokens.
         """
         super().__init__(layers=[_BorrowedLayer(keys, values) for keys, values in borrowed])
         self.starts = [borrowed[0][0].shape[2]]  # where new tokens begin: S, as in `TreeCache`
         self.offset = offset
 
     def from_columns(self, positions: Tensor) -> Tensor:
-        """Convert column indices [1, N] to the positions that the model is given."""
+        """Convert indices of tokens in the cache, [1, N], to the positions that the model is given."""
         return positions + self.offset
 
 
@@ -466,7 +482,7 @@ class _BorrowedLayer(_EmptyLayer):
     """One layer's read-only keys and values, followed by the new ones."""
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
-        """Take keys and values [1, X, S, D] of S tokens, for X heads of width D."""
+        """Take keys and values [1, X, S, D] of S tokens, for X heads of width D, to be read and never written."""
         super().__init__()
         self.borrowed = (keys, values)
 
@@ -477,10 +493,10 @@ class _BorrowedLayer(_EmptyLayer):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
-        """Return the borrowed keys and values followed by the new ones, and keep nothing."""
+        """Return the borrowed keys and values followed by the new ones, [B, X, S + N, D] each, and keep nothing."""
         keys, values = self.borrowed
         return torch.cat([keys, key_states], 2), torch.cat([values, value_states], 2)
 
     def get_seq_length(self) -> int:
-        """Return the number of columns before the new tokens."""
+        """Return the number of borrowed tokens, which come before the new ones."""
         return self.borrowed[0].shape[2]

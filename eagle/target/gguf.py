@@ -164,7 +164,7 @@ def _explaining_errors(file: Path) -> Iterator[None]:
 
 
 def hint_files(folder: Path) -> str:
-    """Return a hint for the error about a folder without config.json: it names a GGUF file of the folder, or is ""."""
+    """Return the end of the error about a folder without config.json: a hint to a GGUF file in it, or ""."""
     files = sorted(name for name in os.listdir(folder) if is_gguf(name))
     if not files:
         return ""

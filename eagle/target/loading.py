@@ -57,7 +57,7 @@ def load_model(
         dtype: of the weights.
         adapter: an adapter that is merged; None for none.
         device: where a quantised model is loaded to, unless a device_map says otherwise.
-        images: as in `choose_loader`.
+        images: whether to load the class that reads images where the model's type has one for text alone, too.
         source: revision, trust_remote_code and device_map, as in transformers' `from_pretrained`.
 
     Raises:
@@ -122,7 +122,7 @@ def _explaining_errors(path: str | Path) -> Iterator[None]:
 
 
 def _first_line(error: Exception) -> str:
-    """Return the first line of an error's message, or the error's type if it has no message."""
+    """Return the first line of an error's message, or the error's type if it has no message, for another message."""
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
@@ -130,9 +130,9 @@ def choose_loader(path: str | Path, *, images: bool = False, **source: Any) -> A
     """Return the auto class of transformers that loads a model: for text if its type has such a class, else for images.
 
     Args:
-        path: as in `load_model`.
+        path: a save_pretrained folder or a hub id.
         images: take the class that reads images in any case.
-        source: as in `load_model`.
+        source: revision, trust_remote_code and device_map, as in transformers' `from_pretrained`.
     """
     options = {
         name: value for name, value in source.items() if name in ("revision", "trust_remote_code")
@@ -150,7 +150,10 @@ def choose_loader(path: str | Path, *, images: bool = False, **source: Any) -> A
 
 
 def check_loadable(path: str | Path, device: str, revision: str | None = None) -> None:
-    """Refuse a quantised checkpoint that cannot be loaded on a device, from its config alone."""
+    """Refuse a quantised checkpoint that cannot be loaded on a device, from its config alone.
+
+    Commands call it before they download or load anything.
+    """
     quantization = read_quantization(path, revision=revision)
     if quantization is None:
         return
@@ -191,7 +194,10 @@ def read_spare_tensor(model: Any, name: str) -> Tensor | None:
 
 
 def _find_file(config: Any, name: str) -> str | None:
-    """Return the path of one of a loaded model's files, from its folder or the hub; None if it has no such file."""
+    """Return the path of one of a loaded model's files, from its folder or the hub; None if it has no such file.
+
+    Tensors that transformers does not load are read from it.
+    """
     if not config.name_or_path:
         return None
     options: dict[str, Any] = {
@@ -348,7 +354,7 @@ def check_model(model: Any) -> Any:
 
 
 def settle_weights(model: Any, device: torch.device) -> None:
-    """Run a model once that rewrites its weights in its first forward, as RWKV rescales its own.
+    """Run a model once if it rewrites its weights in its first forward, as RWKV rescales its own.
 
     The model remembers that in an attribute. A second module tree that copied the attribute before would rewrite the
     shared weights again.

@@ -73,7 +73,7 @@ class TreeReader:
     """Runs a model under any mask through a second set of modules over its weights; the model itself is unchanged."""
 
     def __init__(self, model: Any, config: Any, *, invariant: bool = True) -> None:
-        """Take a model; `check` then finds the mode by which it reads draft trees.
+        """Take a model; `check` then finds the mode (the way) in which it reads draft trees.
 
         Args:
             model: a causal language model of transformers.
@@ -109,7 +109,10 @@ class TreeReader:
         self.set_mode(TreeReadMode(grouped=can_group(model, config)))
 
     def set_mode(self, mode: TreeReadMode) -> None:
-        """Read in this mode from now on, through a new set of modules that the mode's changes are made to."""
+        """Read in this mode from now on, through a new set of modules that the mode's changes are made to.
+
+        A mode (`TreeReadMode`) says how the model reads trees: by a mask, by paths as rows of a batch, and the like.
+        """
         self.mode = mode
         layers = decoder_layers(base_of(self.original), self.config.num_hidden_layers)
         # ids of the original's modules whose hooks the second set copies; a later change of them makes it outdated
@@ -147,7 +150,7 @@ class TreeReader:
             self.settings[ATTENTION_KEY] = GROUPED
 
     def _make_mixers(self, mode: TreeReadMode) -> Mixers:
-        """Wrap the modules that this mode runs over root-to-leaf paths of a tree, as a mask cannot steer them.
+        """Wrap the modules that run over root-to-leaf paths of a tree in this mode, because no mask can steer them.
 
         These mixers are modules that keep a recurrent state, attention that orders its keys by itself, or the whole
         model. A model that a mask steers has none.
@@ -175,7 +178,10 @@ class TreeReader:
         return mixers
 
     def count_attending(self) -> int:
-        """Return the number of layers with attention, by the config's layer types, or as those without a state."""
+        """Return the number of layers with attention, by the config's layer types, or as those without a state.
+
+        Their attention is replaced if bits must not depend on what is read together.
+        """
         kinds = getattr(self.config, "layer_types", None)
         if not kinds:
             return len(self.layers) - len(self.stateful)
@@ -184,7 +190,8 @@ class TreeReader:
     def logits(self, head: TargetHead, hidden: Tensor) -> Tensor:
         """Return [.., V], the LM head's logits at states [.., D].
 
-        In a mode that keeps bits, a token's logits do not depend on the number of states that are read with it.
+        In a mode (a way to read trees) that keeps bits, a token's logits do not depend on the number of states that are
+        read with it.
         """
         if not self.mode.keeps_bits:
             return head.logits(hidden)
@@ -195,17 +202,20 @@ class TreeReader:
     def reads_on_device(self) -> bool:
         """Whether a tree can be read that lies on the device alone, so that the host need not wait for its nodes.
 
-        Paths, offsets and tables of positions are computed on the host.
+        Modules that run over paths, and models that compute positions themselves, need the tree's shape on the host.
         """
         return not self.mixers.mixers and not {OFFSETS, TABLES} & set(self.mode.extras)
 
     def describe(self) -> str:
-        """Return how trees are read, in words, as "mask + mixers over paths"; `check` must have found the mode."""
+        """Return how trees are read, in words, as "mask + mixers over paths", for logs; `check` must have found it.
+
+        A mixer is a module that no mask can steer, such as Mamba's.
+        """
         has_mixers = bool(self.mixers.mixers) and not self.mode.whole
         return self.mode.describe(has_mixers=has_mixers and bool(self.stateful))
 
     def new_cache(self) -> TreeCache:
-        """Return an empty cache for sequences of this model."""
+        """Return an empty cache for sequences of this model, of the class that the model accepts."""
         return self.cache_kind(
             count_cache_layers(self.config, self.layers),
             self.stateful,
@@ -216,7 +226,8 @@ class TreeReader:
     def _read_two_sequences(self, cache: TreeCache | None) -> Any:
         """Run the model over two sequences of three tokens, and return its cache.
 
-        With None the model makes its own kind of cache.
+        With None the model makes its own kind of cache. Trials do so with a new cache, to see what the model writes to
+        it. The tokens are arbitrary.
         """
         # a row for each sequence, both empty
         if cache is not None:
@@ -226,12 +237,17 @@ class TreeReader:
 
     @torch.inference_mode()
     def _run_two_sequences(self, cache: Any) -> Any:
-        """Return the model's output for two sequences of three arbitrary tokens; with None it makes its own cache."""
+        """Return the model's output for two sequences of three arbitrary tokens; with None it makes its own cache.
+
+        It is a trial of what the model writes to its cache; two sequences show which axis is the batch.
+        """
         tokens = torch.arange(3, 9, device=self.masks.device).view(2, 3) % self.config.vocab_size
         return self.base(input_ids=tokens, use_cache=True, **{self.cache_name: cache})
 
     def read_sequences(self, tokens: Tensor, media: Mapping[str, Any] | None = None) -> Tensor:
         """Return [B, T, D], the LM head's input at whole sequences, by one forward without a cache or a tree.
+
+        Features for training are made this way.
 
         Args:
             tokens: [B, T], B sequences of up to T tokens, right-padded; D is the width of the states.
@@ -243,7 +259,10 @@ class TreeReader:
 
     @contextmanager
     def attending_as_stock(self) -> Iterator[None]:
-        """A context in which the model attends by its own function instead of the mode's, as no tree is read."""
+        """A context in which the model attends by its own function instead of the mode's, as no tree is read.
+
+        The mode is how this reader reads trees, which may need another attention function.
+        """
         attention = self.settings.get(ATTENTION_KEY)
         self.settings[ATTENTION_KEY] = vars(self.config).get(ATTENTION_KEY)
         try:
@@ -294,6 +313,7 @@ class TreeReader:
 
         # a hook on the text layers: module, positional and keyword arguments
         def note(_: nn.Module, __: Any, inputs: dict[str, Any]) -> None:
+            # torch calls this before the forward of the text layers, with their positional and keyword arguments
             if inputs.get("position_ids") is not None:
                 position_ids[:] = [inputs["position_ids"]]
 
@@ -330,7 +350,7 @@ class TreeReader:
             positions: [B, R], of all uncommitted tokens.
             tree_mask: [B, N, R], the uncommitted tokens that each new one attends to; None for a chain.
             cache: the cache, whose `set_write_offset` was called for this forward.
-            columns: [B, S], the positions of the S committed columns (the tokens in the cache); None if they are in
+            columns: [B, S], the positions of the S committed tokens, by their columns in the cache; None if they are in
                 order.
 
         Returns:
@@ -360,8 +380,8 @@ class TreeReader:
 
         Args:
             inputs: `input_ids` [B, N] or `inputs_embeds` [B, N, D] of N tokens of B sequences.
-            positions: [B, N], which count from 0 and by columns of the cache.
-            mask: as `Masks` makes it.
+            positions: [B, N], which count from 0, one for each token in the cache.
+            mask: an additive attention mask, or masks by layer type, as `Masks` makes them.
             cache: the cache.
 
         Returns:
@@ -403,7 +423,9 @@ class TreeReader:
         depths: Sequence[int] = (),
         tree_mask: Tensor | None = None,
     ) -> Any:
-        """Read tokens of one sequence: a chain, or a tree after `start` committed ones; for the trials of a mode.
+        """Read tokens of one sequence: a chain, or a tree after `start` committed ones; for trials.
+
+        Trials compare what a mode, a way to read trees, gives with the model's own states.
 
         Args:
             tokens: [N].
@@ -431,7 +453,8 @@ class TreeReader:
 
         Modules that read trees by levels (one call for each depth) read the rest token by token, which pays only after
         a long prefix. Where a model's steps by one token differ from its forward over a sequence, a prompt must be read
-        as a whole.
+        as a whole. Modules are those with a recurrent state, as Mamba's, and modes are ways in which a model reads
+        trees.
         """
         # attention, and modules that read by paths, go on from any prefix in one forward
         if not self.mixers.by_levels:
@@ -445,7 +468,7 @@ class TreeReader:
         new: int,
         width: int,
     ) -> AbstractContextManager[None]:
-        """A context in which modules that keep a state read the last `new` of `width` uncommitted nodes.
+        """A context in which modules with a recurrent state read the last `new` of `width` uncommitted tree nodes.
 
         They go on from the states of the cache's active rows. Without such modules the context does nothing.
         """
@@ -482,6 +505,7 @@ class TreeReader:
 
         # a hook on each tapped layer: tap, module, positional and keyword arguments
         def record(tap: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            # torch calls this before the forward of layer `tap`, whose input is recorded
             states = args[0] if args else kwargs["hidden_states"]
             # a model may have several streams of states, of which a tap gives the mean. Before `find_layouts` has seen
             # a layer, its raw input is recorded
@@ -507,7 +531,7 @@ class TreeReader:
 
     @contextmanager
     def _trying_on_a_copy(self) -> Iterator[None]:
-        """A context in which modes are tried on a second set of modules over the model's weights.
+        """A context in which modes (ways to read trees) are tried on a second set of modules over the model's weights.
 
         The trials lower windows and make rotary tables of other lengths. The model itself must stay unchanged, as it
         may be generating in another thread.
@@ -524,11 +548,11 @@ class TreeReader:
 
     @torch.inference_mode()
     def check(self, rows: int = 1) -> None:
-        """Find a mode in which this model reads draft trees right, by trials that run once per model.
+        """Find a mode (a way) in which this model reads draft trees right, by trials that run once per model.
 
         Args:
-            rows: the number of rows; with several, also test once whether sequences may share a forward. If they may
-                not, each row is read alone.
+            rows: the number of sequences in the batch; with several, also test once whether sequences may share a
+                forward. If they may not, each row is read alone.
 
         Raises:
             ValueError: if no mode reads trees right.

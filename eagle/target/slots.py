@@ -20,7 +20,10 @@ MIN_COLUMNS = 64  # columns of a first allocation
 
 
 def with_room(columns: int) -> int:
-    """Return the number of columns to allocate where `columns` are needed: half as many again, as sequences grow."""
+    """Return the number of columns (tokens) to allocate in a buffer where `columns` are needed.
+
+    It is half as many again, because sequences grow, and a buffer that is full must be copied to a larger one.
+    """
     return max(columns + columns // 2, MIN_COLUMNS)
 
 
@@ -32,15 +35,16 @@ class CacheBuffer:
     """
 
     def __init__(self, cache: RowCache) -> None:
-        """Make an empty buffer of a cache, which tells it where to write."""
+        """Make an empty buffer, such as for one layer's keys; `cache` tells it where to write."""
         self.cache = cache
         self.tensor = torch.empty(0, 0, 0, 0)
 
     def write(self, new: Tensor) -> Tensor:
-        """Write new columns at the cache's write offset, and return all columns that attention then reads.
+        """Write new tokens' keys (or values) at the cache's write offset; return all those that attention then reads.
 
         Args:
-            new: [B, X, N, D], as keys or values of N new tokens of B sequences, for X heads (or taps) of width D.
+            new: [B, X, N, D], as keys or values of N new tokens of B sequences, for X heads (or tapped layers) of width
+                D.
 
         Returns:
             [B, X, S, D], the cache rows of this forward up to the last new column of the longest one.
@@ -66,7 +70,7 @@ class CacheBuffer:
         return pick_rows(active, cache.active_rows)
 
     def make_room(self, like: Tensor, cache_rows: int, columns: int) -> None:
-        """Make the buffer hold at least this many cache rows and columns.
+        """Make the buffer hold at least this many cache rows (sequences) and columns (tokens of each).
 
         `like` is a tensor [.., X, .., D] that gives its heads X, width D, dtype and device.
         """
@@ -74,7 +78,7 @@ class CacheBuffer:
             self._allocate(like, *self.cache.room(columns))
 
     def resize(self, cache_rows: int, columns: int) -> None:
-        """Resize the buffer, and keep the contents that fit.
+        """Resize the buffer to these numbers of sequences and tokens, and keep the contents that fit.
 
         Before the first write it has no columns, and nothing is done, as its heads and width are unknown.
         """
@@ -82,7 +86,7 @@ class CacheBuffer:
             self._allocate(self.tensor, cache_rows, columns)
 
     def _allocate(self, like: Tensor, cache_rows: int, columns: int) -> None:
-        """Replace the buffer by one of this size, with the old contents where both overlap.
+        """Replace the buffer by one for so many sequences (rows) and tokens (columns), with the old contents that fit.
 
         `like` is a tensor [.., X, .., D] that gives heads X, width D, dtype and device.
         """
@@ -102,7 +106,7 @@ class RowCache:
     """
 
     def __init__(self) -> None:
-        """Make a cache for one sequence; `add` gives it buffers, and `reserve` further cache rows."""
+        """Make a cache for one sequence; `add` gives it buffers, and `reserve` further cache rows (sequences)."""
         self.lengths = [0]  # committed columns of every cache row
         self.buffers: list[CacheBuffer] = []
         # by cache row, what is added to a column for its position, for prompts with images alone:
@@ -115,13 +119,16 @@ class RowCache:
         self.set_write_offset([0])
 
     def add(self) -> CacheBuffer:
-        """Add a buffer, which takes memory from its first write on, and return it."""
+        """Add a buffer, which takes memory from its first write on, and return it.
+
+        A buffer holds one layer's keys or values, for example.
+        """
         self.buffers.append(CacheBuffer(self))
         return self.buffers[-1]
 
     @property
     def written(self) -> list[CacheBuffer]:
-        """The buffers that have been written to."""
+        """The buffers that have been written to, and so have memory."""
         return [buffer for buffer in self.buffers if buffer.tensor.shape[2]]
 
     @property
@@ -137,7 +144,7 @@ class RowCache:
 
     @property
     def column_bytes(self) -> int:
-        """Bytes of one column of one cache row, over all buffers in use."""
+        """Bytes of one token of one sequence, over all buffers in use: a column of one cache row."""
         buffers = [buffer.tensor for buffer in self.written]
         return sum(buffer.shape[1] * buffer.shape[3] * buffer.element_size() for buffer in buffers)
 
@@ -161,7 +168,7 @@ class RowCache:
         self.flat: dict[Any, Tensor] = {}  # of `flat_indices`, shared by the layers of one forward
 
     def from_columns(self, positions: Tensor) -> Tensor:
-        """Convert column indices [B, N] of the B active cache rows to the positions that the model is given.
+        """Convert indices of tokens in the cache, [B, N] of B sequences, to the positions that the model is given.
 
         They differ after images, of which many tokens share a position.
         """
@@ -172,7 +179,11 @@ class RowCache:
         return positions + torch.tensor(offsets, device=positions.device)[:, None]
 
     def room(self, end: int) -> tuple[int, int]:
-        """Return the numbers of cache rows and columns to allocate so that column `end` - 1 exists."""
+        """Return the numbers of cache rows and columns to allocate so that column `end` - 1 exists.
+
+        A cache row is a sequence's index in the buffers, and a column holds one token. They are at least what was
+        reserved.
+        """
         cache_rows, columns = self.reserved
         # a new buffer gets as many columns as the others have
         columns = max(columns, self.sizes[1])
@@ -182,14 +193,14 @@ class RowCache:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """The numbers of allocated cache rows and columns; (0, 0) before the first write."""
+        """The numbers of allocated cache rows (sequences) and columns (tokens); (0, 0) before the first write."""
         shapes = [buffer.tensor.shape for buffer in self.written]
         if not shapes:
             return 0, 0
         return shapes[0][0], max(shape[2] for shape in shapes)
 
     def flat_indices(self, count: int, buffer: Tensor) -> Tensor:
-        """Return [B * X * N], the index of each new column in a buffer viewed as [cache rows * X * columns, D].
+        """Return [B * X * N], where each new token belongs in a buffer viewed as [cache rows * X * columns, D].
 
         Layers of one shape share it, so that it is computed and copied to the device once per forward. B are the cache
         rows of the forward.
@@ -218,6 +229,8 @@ class RowCache:
     ) -> None:
         """Commit the accepted columns of the last forward, moved next to the committed ones; the others are dropped.
 
+        A column holds one token, such as a node of a draft tree; committed ones are part of the sequence for good.
+
         Args:
             paths: by cache row the columns to keep, in their new order, counted from its first uncommitted column.
             counts: by cache row how many of them are committed; the rest move up after those. None: all.
@@ -238,7 +251,7 @@ class RowCache:
 
     @torch.inference_mode()
     def move(self, cache_rows: Sequence[int], nodes: Tensor) -> None:
-        """Move uncommitted columns right after the committed ones, in the given order, without committing them.
+        """Move uncommitted columns (tokens) right after the committed ones, in the given order, but do not commit them.
 
         Args:
             cache_rows: B cache rows.
@@ -258,7 +271,7 @@ class RowCache:
 
     @torch.inference_mode()
     def drop(self, gaps: Mapping[int, tuple[int, int]]) -> None:
-        """Drop committed columns `start` to `stop` (exclusive) of each cache row; later columns move up.
+        """Drop committed columns (tokens) `start` to `stop` (exclusive) of each cache row; later columns move up.
 
         `gaps` holds (start, stop) by cache row.
         """
@@ -274,7 +287,7 @@ class RowCache:
             self._move(*torch.cat(moves, dim=1))
 
     def _move(self, cache_rows: Tensor, origin: Tensor, destination: Tensor) -> None:
-        """Copy M columns `origin` [M] to columns `destination` [M] of their cache rows [M], in all buffers.
+        """Copy M columns (tokens) from `origin` [M] to `destination` [M] in their cache rows [M], in all buffers.
 
         In each buffer all are read before any is written, so that they may overlap.
         """
@@ -285,7 +298,10 @@ class RowCache:
 
     @torch.inference_mode()
     def swap(self, first: int, second: int) -> None:
-        """Exchange the contents of two cache rows."""
+        """Exchange the contents of two cache rows.
+
+        A cache row is a sequence's index in the batch dimension of all buffers. Active sequences must lie without gaps.
+        """
         if first == second:
             return
         length = max(self.lengths[first], self.lengths[second])
@@ -303,7 +319,7 @@ class RowCache:
 
     @torch.inference_mode()
     def clear(self, cache_row: int) -> None:
-        """Empty a cache row and fill it with zeros.
+        """Empty a cache row (the place of one sequence) and fill it with zeros.
 
         A mask hides numbers that a sequence left there, but not NaN, for 0 * NaN is NaN.
         """
@@ -316,7 +332,7 @@ class RowCache:
 
     @torch.inference_mode()
     def copy(self, source: int, target: int) -> None:
-        """Copy the committed columns of a cache row into another cache row."""
+        """Copy the committed columns (tokens) of a cache row into another cache row, as for a new beam."""
         length = self.lengths[source]
         for buffer in self.buffers:
             if buffer.tensor.shape[2] and len(buffer.tensor) <= target:
@@ -327,7 +343,10 @@ class RowCache:
         self._set_offsets({target: self.offsets.get(source)})
 
     def _set_offsets(self, offsets: Mapping[int, int | None]) -> None:
-        """Set the `offsets` of these cache rows; None for a cache row whose prompt has no images."""
+        """Set what is added to a token's index in the cache for its position, by cache row; None: without images.
+
+        Many tokens of an image share a position, so that after images a token's position is less than its index.
+        """
         merged = {**self.offsets, **offsets}
         self.offsets = {
             cache_row: value for cache_row, value in merged.items() if value is not None
@@ -335,12 +354,12 @@ class RowCache:
 
     @torch.inference_mode()
     def reserve(self, cache_rows: int, columns: int, most: int | None = None) -> None:
-        """Reserve this many cache rows and columns, and release memory that is far beyond them.
+        """Reserve this many cache rows (sequences) and columns (tokens), and release memory that is far beyond them.
 
         Args:
             cache_rows: the number of cache rows.
             columns: the number of columns of each.
-            most: how many cache rows times columns may stay allocated; None: twice those that are reserved.
+            most: how many cache rows times columns may stay allocated; None: twice those that are reserved now.
         """
         allocated = self.sizes
         # what is allocated is used on, unless it exceeds the limit
@@ -362,7 +381,7 @@ def copy_columns(
     origin: Tensor,
     destination: Tensor,
 ) -> None:
-    """Copy M columns from the first buffer of each pair to the second, each with its own heads and width.
+    """Copy M columns (tokens) from the first buffer of each pair to the second; pairs may differ in heads and width.
 
     Args:
         buffers: pairs of tensors [cache rows, X, columns, D] for X heads of width D, a pair for each layer's keys and
@@ -386,12 +405,12 @@ def copy_columns(
 
 
 def _flatten(columns_at: Tensor, heads: int, columns: int) -> Tensor:
-    """Return [M * X], the indices of M columns in a buffer viewed as [cache rows * X * columns, D].
+    """Return [M * X], where M tokens lie in a buffer viewed as [cache rows * X * columns, D].
 
     Args:
-        columns_at: [2, M], cache row and column of each.
+        columns_at: [2, M], cache row (sequence) and column (index in it) of each token.
         heads: X, the number of heads.
-        columns: the number of columns of the buffer.
+        columns: how many tokens the buffer holds of each sequence.
     """
     cache_row_ids, indices = columns_at
     head_rows = cache_row_ids[:, None] * heads + torch.arange(heads, device=cache_row_ids.device)

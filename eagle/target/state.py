@@ -39,7 +39,10 @@ class PromptOutput:
     followers: Followers | None = None
 
     def commit(self, choose: Choose) -> Committed:
-        """Choose the token after the prompt, and return the prompt with it as a drafter takes committed tokens."""
+        """Choose the token after the prompt, and return the prompt with it as a drafter takes committed tokens.
+
+        `choose` is the rule by which the target chooses. The token is the root of the first draft.
+        """
         # the output has one node, the prompt's last token. The token chosen after it is the root of the next tree
         (root,) = choose(self.output, [0])
         # refuse the mark that stands for nan logits, after this one node
@@ -63,7 +66,7 @@ class TargetState:
         max_tokens: int | None = None,
         mark: Any = None,
     ) -> None:
-        """Open a state without rows.
+        """Open a state without rows (sequences).
 
         Args:
             target: the target.
@@ -93,7 +96,7 @@ class TargetState:
         self.followers: dict[int, list[Followers]] = {}  # by row, of the parts of its prompt
 
     def check_room(self, columns: int) -> None:
-        """Refuse a row that would exceed the cache's limit even alone.
+        """Refuse a row (sequence) that would exceed the cache's limit even alone.
 
         `columns` is the number of its tokens, those of its answer and of a draft included.
         """
@@ -106,7 +109,7 @@ class TargetState:
             )
 
     def fits(self, columns: int) -> bool:
-        """Return whether the cache's limit leaves space for another row of `columns` columns.
+        """Return whether the cache's limit leaves space for another row (sequence) of `columns` tokens.
 
         All rows are counted with the columns of the longest, as they are padded to it.
         """
@@ -118,9 +121,9 @@ class TargetState:
         return (len(self.rows) + 1) * widest <= self.max_tokens
 
     def admit(self, row: int, prompt: list[int], room: int = 0) -> None:
-        """Add a row whose prompt `read_prompts` then reads.
+        """Add a row (sequence) whose prompt `read_prompts` then reads.
 
-        A prefix that a free cache row still holds is not read again.
+        A prefix that the cache still holds of an earlier sequence is not read again.
 
         Args:
             row: a number for the row, which the caller chooses.
@@ -148,7 +151,7 @@ class TargetState:
         self.prompts[row] = prompt
 
     def begin(self, prompt: list[int], choose: Choose, room: int = 0, row: int = 0) -> Committed:
-        """Replace all rows by one row and read its prompt; return the prompt with the token chosen after it.
+        """Replace all sequences by one and read its prompt; return the prompt with the token chosen after it.
 
         Args:
             prompt: the tokens.
@@ -161,7 +164,10 @@ class TargetState:
         return self.finish_prompts()[row].commit(choose)
 
     def release(self, row: int, *, wipe: bool = False) -> None:
-        """End a row: its cache row becomes free, and keeps its sequence for a later prompt unless `wipe` empties it."""
+        """End a row: its place in the cache becomes free, and keeps its tokens unless `wipe` empties it.
+
+        A row is a sequence by its caller's number. A later prompt may share a prefix with the sequence that is kept.
+        """
         cache_row = self._cache_row(row)
         # `wipe` is for a row that failed: a later sequence's mask hides old numbers, but not NaN
         if wipe:
@@ -193,7 +199,7 @@ class TargetState:
         self.num_decoding += 1
 
     def clear(self) -> None:
-        """Release all rows; the cache keeps their sequences, so that later prompts may share a prefix with them."""
+        """Release all rows (sequences); the cache keeps their tokens, as later prompts may begin with them."""
         self.rows = []
         self.columns_by_row = {}
         self.prompts = {}
@@ -201,7 +207,7 @@ class TargetState:
         self.num_decoding = 0
 
     def _reserve(self, cache_rows: int) -> None:
-        """Let the cache have this number of rows, each with enough columns for any admitted row.
+        """Let the cache have space for this number of sequences, each as long as any admitted one may become.
 
         The cache releases memory that is far beyond that.
         """
@@ -215,7 +221,7 @@ class TargetState:
         ]
 
     def _swap(self, first: int, second: int) -> None:
-        """Exchange two cache rows, with the sequences and the row numbers that belong to them."""
+        """Exchange the places of two sequences in the cache, with their tokens and their callers' row numbers."""
         if first == second:
             return
         self.cache.swap(first, second)
@@ -227,7 +233,7 @@ class TargetState:
             self.rows[first], self.rows[second] = self.rows[second], self.rows[first]
 
     def _shared_prefix(self, cache_row: int, prompt: list[int]) -> int:
-        """Return how many of a prompt's first tokens need not be read, as a free cache row still holds them.
+        """Return how many of a prompt's first tokens need not be read, as a free row of the cache still holds them.
 
         The last token is always read again, because its logits are needed.
         """
@@ -248,7 +254,7 @@ class TargetState:
 
     @torch.inference_mode()
     def read_prompts(self, most: int | None = None) -> dict[int, PromptOutput]:
-        """Make one prefill forward over tokens of admitted prompts.
+        """Run one prefill forward over tokens of admitted prompts, whole ones or chunks.
 
         Args:
             most: the most tokens of the forward, padding included; None: PREFILL_CHUNK.
@@ -264,7 +270,7 @@ class TargetState:
         return {row: self._finish_prompt(row, logits[row]) for row in ended}
 
     def _batch_prompts(self, most: int) -> dict[int, list[int]]:
-        """Return by row the tokens of the next prefill forward: those of the first prompts that fit in a batch.
+        """Return by row (sequence) the tokens of the next prefill forward: those of the first prompts that fit in.
 
         Args:
             most: the most tokens of the batch, padding included.
@@ -297,7 +303,7 @@ class TargetState:
         return batch
 
     def finish_prompts(self, most: int | None = None) -> dict[int, PromptOutput]:
-        """Read all admitted prompts to their ends; return their outputs by row.
+        """Read all admitted prompts to their ends; return their outputs by row (sequence).
 
         `most` is the most tokens of each forward, padding included; None: PREFILL_CHUNK.
         """
@@ -307,7 +313,7 @@ class TargetState:
         return outputs
 
     def _finish_prompt(self, row: int, logits: Tensor) -> PromptOutput:
-        """Move a row whose prompt is read to the rows being decoded, and return its prompt's output.
+        """Move a row (sequence) whose prompt is read to those being decoded, and return its prompt's output.
 
         Args:
             row: the row.
@@ -333,9 +339,9 @@ class TargetState:
 
     @torch.inference_mode()
     def extend(self, tokens: Mapping[int, list[int]]) -> dict[int, Tensor]:
-        """Read and commit the next tokens of some rows, as of prompts; return by row the logits after its last one.
+        """Read and commit the next tokens of some rows (sequences), as of prompts; return by row the logits after them.
 
-        These are [V], over the vocabulary. `tokens` are by row.
+        The logits are [V], over the vocabulary, after the last of these tokens. `tokens` are by row.
         """
         rows = sorted(tokens, key=self._cache_row)
         cache_rows = [self._cache_row(row) for row in rows]
@@ -370,10 +376,10 @@ class TargetState:
         return dict(zip(rows, logits, strict=True))
 
     def _rank_followers(self, row: int, tokens: list[int], states: Tensor) -> None:
-        """Store the likeliest next tokens after each token of a part of a row's prompt, for a drafter that reads them.
+        """Store the likeliest next tokens after each token of a part of a prompt, for a drafter that reads them.
 
         Args:
-            row: the row.
+            row: the sequence, by its caller's number.
             tokens: T tokens of its prompt.
             states: [T or more, D], the LM head's input at these, and at padding.
         """
@@ -387,7 +393,7 @@ class TargetState:
 
     @torch.inference_mode()
     def read(self, trees: Mapping[int, DraftTree]) -> dict[int, TargetOutput]:
-        """Verify a draft tree for each row: return by row the target's logits and tapped states at every node.
+        """Read a draft tree for each row (sequence): return by row the target's logits and tapped states at every node.
 
         A node attends to its row's sequence, its ancestors and itself. All rows share a forward where they may.
         """
@@ -401,7 +407,7 @@ class TargetState:
         return outputs
 
     def _read(self, trees: Mapping[int, DraftTree]) -> dict[int, TargetOutput]:
-        """Read the trees of rows that share a forward; return by row its logits and tapped states by node."""
+        """Read the trees of rows (sequences) that share a forward; return its logits and tapped states by row."""
         cache_rows = [self._cache_row(row) for row in trees]
         starts = [self.cache.lengths[cache_row] for cache_row in cache_rows]
         sizes = [tree.columns for tree in trees.values()]  # nodes that are read, the root included
@@ -441,7 +447,7 @@ class TargetState:
         return outputs
 
     def keep(self, paths: Mapping[int, Sequence[int]]) -> None:
-        """Commit an accepted path of each row's last tree, and drop all other nodes from the cache.
+        """Commit an accepted path of each row's last tree, and drop all other nodes from the KV cache.
 
         `paths` are the nodes of the path by row, as indices into its tree, the root (node 0) included.
         """
@@ -454,6 +460,8 @@ class TargetState:
         tokens: Mapping[int, list[int]],
     ) -> None:
         """Commit tokens and their columns of the last forward, and keep further columns uncommitted after them.
+
+        A column is one token's place in the KV cache, and a row a sequence. Beam search keeps nodes of several beams.
 
         Args:
             columns: by row the columns (one for each token read) to keep, in order, counted from its first uncommitted
@@ -470,7 +478,10 @@ class TargetState:
             self.sequences[cache_rows[row]] += committed
 
     def commit(self, row: int, tokens: list[int]) -> None:
-        """Commit tokens whose columns already lie in order right after a row's sequence, so that none has to move."""
+        """Commit tokens whose keys and values already lie right after a row's sequence, so that none has to move.
+
+        So it is where the accepted path was moved on the device (`RowCache.move`) before the host knew its length.
+        """
         cache_row = self._cache_row(row)
         self.cache.lengths[cache_row] += len(tokens)
         self.sequences[cache_row] += tokens
@@ -488,7 +499,7 @@ class TargetState:
         A draft model grows its tree level by level this way, and beam search its beams.
 
         Args:
-            rows: B rows.
+            rows: B rows, sequences by their caller's numbers.
             tokens: [B, K], the last K draft tokens of each row; earlier calls have read those before.
             depths: of each of all R draft tokens, in all rows alike, how many draft tokens precede it on its path.
                 Depth 0 is the first position after the committed sequence.
@@ -504,7 +515,7 @@ class TargetState:
         return self.reader.logits(self.target.head, hidden)
 
     def features_at(self, row: int, columns: Sequence[int]) -> Tensor | None:
-        """Return [T, L, D], the inputs of L tapped layers, of width D, at T of a row's columns; None without taps.
+        """Return [T, L, D], the inputs of L tapped layers, of width D, at T tokens of a sequence; None without taps.
 
         `columns` are indices into the row, one for each token, committed or not.
         """
@@ -514,7 +525,7 @@ class TargetState:
         return buffer.index_select(1, upload(torch.tensor(columns), buffer.device)).transpose(0, 1)
 
     def lend(self) -> TargetSequences:
-        """Return read access to the rows' keys and values, and forwards after them, for a drafter that uses both."""
+        """Return read access to the sequences' keys and values, and forwards after them, for drafters that use both."""
         return TargetSequences(self.target.view(), self)
 
     def _forward(
@@ -525,10 +536,10 @@ class TargetState:
         tree_mask: Tensor | None,
         **offset: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Run the model over tokens, and store its tapped states in the cache beside its keys and values.
+        """Run the model over tokens, and store tapped states (inputs of some layers) beside its keys and values.
 
         Args:
-            cache_rows: B cache rows.
+            cache_rows: of B sequences, the index of each in the cache's batch dimension.
             tokens: [B, N], the last N of R uncommitted tokens.
             positions: [B, R], of all uncommitted tokens.
             tree_mask: [B, N, R], the uncommitted tokens that each new one attends to; None for a chain.
@@ -568,19 +579,19 @@ class TargetState:
         return hidden, states
 
     def _cache_row(self, row: int) -> int:
-        """Return the index of a row, a sequence by its caller's number, in the cache's batch dimension."""
+        """Return the index in the cache's batch dimension of a row, a sequence by its caller's number."""
         return self.rows.index(row)
 
     def length(self, row: int) -> int:
-        """Return the number of a row's committed tokens."""
+        """Return the number of committed tokens of a row, a sequence by its caller's number."""
         return self.cache.lengths[self._cache_row(row)]
 
     def sequence(self, row: int) -> list[int]:
-        """Return a row's committed tokens."""
+        """Return the committed tokens of a row, a sequence by its caller's number."""
         return self.sequences[self._cache_row(row)]
 
     def check_tree(self, row: int, tree: DraftTree) -> None:
-        """Refuse a draft tree that exceeds the row's space in the cache, or that crosses longrope's border.
+        """Refuse a draft tree that exceeds a row's space in the KV cache, or that crosses longrope's border.
 
         Beyond this length a longrope model reads a sequence with other rotary frequencies.
         """
@@ -594,7 +605,7 @@ class TargetState:
             )
 
     def _check_border(self, start: int, tree: DraftTree) -> None:
-        """Refuse a tree after `start` tokens whose deepest path crosses longrope's border.
+        """Refuse a tree after `start` tokens whose deepest path crosses longrope's border, a length in tokens.
 
         A longrope model reads longer sequences with other rotary frequencies throughout, so the cache would be wrong.
         """
@@ -604,7 +615,7 @@ class TargetState:
             self.target.check_growth(start, start + tree.levels + 1)
 
     def levels(self, row: int, wanted: int) -> int:
-        """Return how many of the wanted levels (depths of a tree below its root) a row may draft.
+        """Return how many of the wanted levels (depths of a tree below its root) a row (sequence) may draft.
 
         No path may cross longrope's border, the length beyond which a longrope model uses other rotary frequencies.
         """
@@ -616,7 +627,7 @@ class TargetState:
         return int(border) - start - 1
 
     def groups(self, rows: list[int]) -> list[list[int]]:
-        """Return groups of rows that may share a forward: one group, except rows that must be read alone.
+        """Return groups of rows (sequences) that may share a forward: one group, except rows that must be read alone.
 
         Such a row is beyond longrope's border, as the longest sequence of a batch decides the frequencies of all. Or a
         trial has shown that a batch changes the model's states.

@@ -31,13 +31,16 @@ class StockHead(TargetHead):
 
     @property
     def weight(self) -> Tensor:
-        """The last matrix [V, D'], over V tokens: it has the head's precision, but states are transformed before it."""
+        """The last matrix [V, D'], over V tokens: it has the head's precision, but states are transformed before it.
+
+        It serves for sizes and dtype.
+        """
         assert self.matrix is not None
         return self.matrix
 
     @property
     def is_linear(self) -> bool:
-        """False: the logits are more than one product."""
+        """False: the logits are more than one matrix product of the hidden states."""
         return False
 
     def start_matrix(self) -> Tensor:
@@ -77,7 +80,8 @@ class StockHead(TargetHead):
     def pull_back(self, gradient: Tensor, slope: Tensor | None) -> Tensor:
         """Return [.., D], the gradient by the hidden states, given the gradient by the logits [.., V].
 
-        `slope` is what `slope` returned: the hidden states.
+        `slope` is what `slope` returned: the hidden states. The loss computes its gradients by hand, and needs this
+        step of the chain rule.
         """
         assert slope is not None
         # the forward runs again, now with a graph
@@ -90,7 +94,7 @@ class StockHead(TargetHead):
         )
 
     def narrow(self, tokens: Tensor | slice) -> StockHead:
-        """Return a head for some tokens of the vocabulary: it computes all logits, and picks theirs."""
+        """Return a head for a draft vocabulary, some of the tokens: it computes all logits, and picks theirs."""
         return replace(self, rows=tokens, matrix=self.weight[tokens])
 
     def cast(self, dtype: torch.dtype) -> StockHead:
@@ -106,7 +110,7 @@ class PassThrough(nn.Module):
     """Takes the place of a model's base: it gets states as if they were token ids, and returns them as its output."""
 
     def __init__(self, output: type[Any], base: nn.Module) -> None:
-        """Take the class of the base's output, and the base that is replaced."""
+        """Take the class of the base's output, and the base (the model below its LM head) that is replaced."""
         super().__init__()
         for name, value in vars(base).items():
             # the model's forward may read numbers from its base, as Falcon-H1's reads a factor

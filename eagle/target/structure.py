@@ -25,7 +25,10 @@ FAILURES = (
 
 
 def describe_failure(error: Exception) -> str:
-    """Return the type of an error and the beginning of its message."""
+    """Return the type of an error and the beginning of its message.
+
+    Reasons why a model cannot be read in some way end with it.
+    """
     return f"{type(error).__name__}: {str(error)[:200]}"
 
 
@@ -50,7 +53,7 @@ def base_of(model: Any) -> Any:
 
 
 def _contains(module: nn.Module, inner: nn.Module) -> bool:
-    """Return whether a module is another one, or contains it."""
+    """Return whether `module` is `inner`, or contains it as a submodule."""
     return any(submodule is inner for submodule in module.modules())
 
 
@@ -61,7 +64,7 @@ def cache_name_of(module: Any) -> str:
 
 
 def takes_tokens(module: nn.Module) -> bool:
-    """Return whether a module's forward takes token ids by name."""
+    """Return whether a module's forward takes token ids by the name `input_ids`."""
     return "input_ids" in inspect.signature(type(module).forward).parameters
 
 
@@ -90,14 +93,20 @@ def decoder_layers(base: nn.Module, count: int) -> nn.ModuleList:
 
 
 def _outermost(names: Iterable[str]) -> list[str]:
-    """Return the names of the modules that are nested least deep, by the number of dots in their names."""
+    """Return the names of the modules that are nested least deep, by the number of dots in their names.
+
+    Of several lists of modules, the decoder layers are the outermost.
+    """
     names = list(names)
     depth = min(name.count(".") for name in names)
     return [name for name in names if name.count(".") == depth]
 
 
 def holder_of(base: nn.Module, layers: nn.ModuleList) -> nn.Module:
-    """Return the module that has this list of decoder layers as a child: the base itself, or its text model."""
+    """Return the module that has this list of decoder layers as a child: the base itself, or its text model.
+
+    Its forward calls the layers, so a hook on it sees the positions that they get.
+    """
     return next(
         module for module in base.modules() if any(child is layers for child in module.children())
     )
@@ -125,7 +134,10 @@ def typical_config(config: Any, keys: Iterable[str]) -> Any:
 
 
 def device_of(layer: nn.Module) -> torch.device:
-    """Return the device on which a layer runs: that of its weights, or that to which accelerate moves them."""
+    """Return the device on which a layer runs: that of its weights, or that to which accelerate moves them.
+
+    Inputs are moved there.
+    """
     hook = getattr(layer, "_hf_hook", None)
     for tensor in (*layer.parameters(), *layer.buffers()):
         # offloaded weights are on the meta device until the layer runs

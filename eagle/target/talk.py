@@ -131,7 +131,7 @@ class ChatMixin:
     def check_images(self, tokens: Tensor, media: Mapping[str, Any] | None) -> None:
         """Refuse image tokens without an image, which the model would read as text.
 
-        `media` is what the processor gave for images, None or empty for none.
+        `media` is what the processor gave for images, None or empty for none. `tokens` are token ids of any shape.
         """
         if self.processor is None or media:
             return
@@ -221,12 +221,18 @@ def inputs_of(model: Any, prompt: list[int], answer: list[int]) -> dict[str, Any
 
 
 def first_tokens(sequence: list[int], count: int) -> list[int]:
-    """Return the first `count` tokens of a sequence, with its images, all of whose tokens must be among them."""
+    """Return the first `count` tokens of a sequence, with its images, all of whose tokens must be among them.
+
+    A feature store may cut sequences, and then needs the images of the rest.
+    """
     return _with_media(sequence[:count], media_of(sequence), lambda types: types[:, :count])
 
 
 def with_answer(prompt: list[int], answer: list[int]) -> list[int]:
-    """Return the tokens of a prompt and the beginning of an answer, with the prompt's images."""
+    """Return the tokens of a prompt and the beginning of an answer, with the prompt's images.
+
+    Reading it shows what the target would answer next.
+    """
     # token types are padded by 0, the type of text, for the answer
     return _with_media(
         [*prompt, *answer],
@@ -254,14 +260,14 @@ def _with_media(
 
 
 def images_of(turn: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the content parts of a message that are images."""
+    """Yield the content parts of a chat message that are images."""
     content = turn.get("content")
     if isinstance(content, list):
         yield from filter(is_image, content)
 
 
 def is_image(part: Any) -> bool:
-    """Return whether a content part is an image."""
+    """Return whether a content part of a chat message is an image, in transformers' or OpenAI's form."""
     return isinstance(part, dict) and part.get("type") in IMAGE_PARTS
 
 

@@ -33,7 +33,7 @@ class Layout:
     width: int  # of a state in one stream
 
     def read(self, states: Tensor) -> Tensor:
-        """Return [B, T, D], one state of width D for each of T tokens of B sequences, from a layer's input.
+        """Return [B, T, D], one state of width D for each of T tokens of B sequences, from a tapped layer's input.
 
         Several streams of states become their mean.
         """

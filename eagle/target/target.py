@@ -63,7 +63,8 @@ class Target(ChatMixin):
             model: a causal language model of transformers.
             tokenizer: its tokenizer; only `chat`, stop strings and text output need one.
             processor: its processor for images.
-            invariant: as in `load`.
+            invariant: in bf16 and fp16, read so that a token's bits do not depend on what is read with it; None: if it
+                runs on a CPU.
         """
         self.model = check_model(model).eval().requires_grad_(False)
         self.tokenizer = tokenizer
@@ -79,7 +80,11 @@ class Target(ChatMixin):
         self._find_out()
 
     def _find_out(self) -> None:
-        """Make the reader and the head for the model as it is now, and mark the model to notice later changes."""
+        """Make the reader and the head for the model as it is now, and mark the model to notice later changes.
+
+        The reader runs the model over draft trees. The head is the target's embedding and LM head, as drafters borrow
+        them.
+        """
         model = self.model
         # both with plain matrices, as draft heads borrow them: copies where the model's own are quantised, say
         embedding, output = borrowed_layers(model)
@@ -123,7 +128,8 @@ class Target(ChatMixin):
     def refresh(self, *, force: bool = False) -> None:
         """Make the reader again if the model was changed: by an adapter, a hook, a module or a value of its config.
 
-        Every call that opens or reads a sequence does so first. Open states keep the reader that they began with.
+        The reader runs the model over draft trees. Every call that opens or reads a sequence does so first. Open states
+        keep the reader that they began with.
 
         Args:
             force: make it again even if no change is seen, as of a change within an object that an attribute holds.
@@ -134,6 +140,7 @@ class Target(ChatMixin):
                 self._find_out()
 
     def __repr__(self) -> str:
+        # for example "Target(LlamaForCausalLM, 16 layers of width 2048, 128256 tokens, bfloat16 on cuda:0)"
         dtype = str(self.model.dtype).removeprefix("torch.")
         return (
             f"Target({type(self.model).__name__}, {len(self.reader.layers)} layers of width {self.config.hidden_size}, "
@@ -192,7 +199,7 @@ class Target(ChatMixin):
             return self.found_variance or None
 
     def _name_adapter(self) -> str:
-        """Return the name of this target's adapter as the end of a sentence about it, "" without one."""
+        """Return the name of this target's LoRA adapter as the end of a sentence about it; "" without one."""
         return "" if self.adapter is None else f"; with the adapter {self.adapter}"
 
     def __reduce__(self) -> Any:
@@ -306,7 +313,10 @@ class Target(ChatMixin):
 
     @property
     def layers(self) -> nn.ModuleList:
-        """The decoder layers as this target runs them, with the model's weights and their own hooks."""
+        """The decoder layers as this target runs them, with the model's weights and their own hooks.
+
+        A hook is a function that torch calls around a layer's forward.
+        """
         self.refresh()  # the layers of an outdated reader would be dropped, and hooks on them lost
         return self.reader.layers
 
@@ -335,16 +345,16 @@ class Target(ChatMixin):
 
     @property
     def masks(self) -> Masks:
-        """The attention masks of tree forwards."""
+        """What makes the attention masks of forwards over trees."""
         return self.reader.masks
 
     @property
     def max_positions(self) -> int | None:
-        """The model's number of positions, None if its config names none."""
+        """The greatest length of a sequence in tokens, None if the model's config names none."""
         return getattr(self.config, "max_position_embeddings", None)
 
     def open(self, taps: tuple[int, ...] = (), max_tokens: int | None = None) -> TargetState:
-        """Return a state for any number of sequences to decode, independent of other open states.
+        """Return a state (tokens and KV cache) for any number of sequences to decode, independent of other open states.
 
         It may reuse the sequence that was `close`d last, so that a shared prefix is not read again.
 
@@ -365,7 +375,7 @@ class Target(ChatMixin):
         return TargetState(self, taps, max_tokens, mark)
 
     def close(self, state: TargetState) -> None:
-        """Release a state's rows, and keep the state as the spare that the next `open` may return.
+        """Release a state's rows (sequences), and keep the state as the spare that the next `open` may return.
 
         The next prompt then reuses the cache of the prefix that it shares with the state's last sequence. That is so
         for a state of a single row without a limit, as long as the weights do not change.
@@ -397,7 +407,7 @@ class Target(ChatMixin):
         drafter: Drafter | None = None,
         sequences: int = 1,
     ) -> int:
-        """Return the bytes of a cache with this many tokens, and of a drafter's own state for them.
+        """Return the bytes of a KV cache with this many tokens, and of a drafter's own state for them, as a forecast.
 
         Args:
             tokens: as `max_tokens_in_cache`.
@@ -509,7 +519,7 @@ class Target(ChatMixin):
     def width_of(self, taps: tuple[int, ...]) -> int:
         """Return the width of the states at these taps (layer indices, or -1 for the LM head's input).
 
-        All have the same width, for others are refused.
+        All must have the same width: taps of different widths are refused.
         """
         self.check_taps(taps)
         return self.reader.layouts[taps[0]].width

@@ -31,7 +31,8 @@ def share_weights(model: Any, config: Any, layers: nn.ModuleList) -> tuple[Any, 
     Args:
         model: the model.
         config: its text config.
-        layers: its decoder layers, whose hooks are not shared.
+        layers: its decoder layers, whose hooks are not shared. A hook is a function that torch calls around a module's
+            forward.
     """
     modules = list(model.modules())
     # by id of a module or config, its counterpart in the second tree; a module's attributes follow below
@@ -62,7 +63,8 @@ def share_weights(model: Any, config: Any, layers: nn.ModuleList) -> tuple[Any, 
 def with_own_hooks(model: Any, layers: nn.ModuleList) -> set[int]:
     """Return the ids of the modules whose hooks a second module tree copies rather than shares.
 
-    These are the decoder layers and the modules of vision towers, whose own hooks record states.
+    These are the decoder layers and the modules of vision towers, whose own hooks record states. A hook is a function
+    that torch calls around a module's forward, such as one that records states.
     """
     separate = {id(layer) for layer in layers}
     for tower in _towers(model, layers):
@@ -88,15 +90,16 @@ def _towers(model: Any, layers: nn.ModuleList) -> list[Any]:
 
 
 def _swap_all(values: Mapping[str, Any], twins: dict[int, Any]) -> dict[str, Any]:
-    """Return a dict with each value replaced by its counterpart in the second tree.
+    """Return a dict with each value replaced by its counterpart in the second module tree.
 
-    `twins` holds the counterparts of modules and configs by their ids.
+    `twins` holds the counterparts of modules and configs by their ids. The second tree shares the weights of a model,
+    and can be changed without changing the model.
     """
     return {name: _swap(value, twins) for name, value in values.items()}
 
 
 def _swap(value: Any, twins: dict[int, Any]) -> Any:
-    """Return a value's counterpart in the second tree.
+    """Return an attribute's counterpart in the second module tree over a model's weights.
 
     It is the twin of a module or config, a method or partial bound to such a twin, or else the value itself. `twins`
     holds the counterparts of modules and configs by their ids.

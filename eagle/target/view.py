@@ -26,7 +26,7 @@ class TargetView:
     """Embedding, layers and head over the target's weights; the target's own sequences and cache stay untouched."""
 
     def __init__(self, target: Any) -> None:
-        """Take a target's layers for a drafter that runs some of them.
+        """Take a target's layers for a drafter that runs some of them itself, as early exit does.
 
         Raises:
             ValueError: if the target's layers cannot be run one by one.
@@ -54,12 +54,12 @@ class TargetView:
         return self
 
     def __len__(self) -> int:
-        """The number of layers."""
+        """Return the number of decoder layers."""
         return len(self.decoder_layers)
 
     @property
     def has_windows(self) -> bool:
-        """Whether some layers see a sliding window of positions."""
+        """Whether some layers attend only to a sliding window of the last positions."""
         return any(self.reader.masks.windows.values())
 
     @property
@@ -69,19 +69,23 @@ class TargetView:
 
     @property
     def shows_attention(self) -> bool:
-        """Whether the model's attention can be observed (it uses registered attention functions)."""
+        """Whether a drafter can see the model's queries and keys: it must use registered attention functions."""
         return can_observe(self.reader.original, self.reader.settings)
 
     def new_cache(self) -> TreeCache:
-        """Return an empty cache for these layers.
+        """Return an empty KV cache for these layers.
 
-        Forwards write after its `length`; the caller then raises `length`, or calls `keep` with the accepted columns.
+        Forwards write after its `length`; the caller then raises `length`, or calls `keep` with the accepted columns
+        (tokens).
         """
         return self.reader.new_cache()
 
     @torch.inference_mode()
     def embed(self, tokens: Tensor) -> Tensor:
-        """Return [.., D], the first layer's input at tokens."""
+        """Return [.., D], the embeddings of tokens, as the first layer reads them.
+
+        D is the target's width.
+        """
         return self.head.embed(upload(tokens, self.device))
 
     @torch.inference_mode()
@@ -101,7 +105,8 @@ class TargetView:
                 to all committed columns (the tokens in the cache).
             positions: [B, R], of all uncommitted tokens, on the host.
             tree_mask: [B, N, R], which of the R each of the last N attends to; None: the earlier ones and itself.
-            cache: the cache of these layers; its `starts` are where the N tokens are written.
+            cache: the cache of these layers; its `starts` are where the N tokens are written, one start for each
+                sequence.
             start: the first layer.
             end: the layer after the last; None: all.
 
@@ -131,6 +136,8 @@ class TargetView:
         mask: Tensor | None = None,
     ) -> Tensor:
         """Run layers `start` to `end` (exclusive) on N new tokens of one sequence, after the S committed ones.
+
+        Keys and values are written after those of the committed tokens.
 
         Args:
             hidden: [N, D], the input at these positions, of width D.
@@ -173,6 +180,8 @@ class TargetView:
     ) -> Tensor:
         """Run the whole model, and return the target's logits after uncommitted tokens.
 
+        A drafter that is the target itself with a sparse KV cache drafts this way.
+
         Args:
             tokens: [B, N], of B sequences, the last N of R uncommitted tokens.
             positions: [B, R], of all uncommitted tokens, on the host.
@@ -214,7 +223,7 @@ class TargetView:
         Args:
             hidden: [B, N, D], of B sequences the first layer's input of width D at the last N of R uncommitted tokens.
             positions: [B, R], of all uncommitted tokens.
-            mask: as `Masks` makes it.
+            mask: an additive attention mask, or masks by layer type, as `Masks` makes them.
             cache: the cache, where keys and values are written at its write offset.
             layers: the indices of the layers.
         """
@@ -228,12 +237,12 @@ class TargetView:
         return output[0]  # the list holds the last layer's output alone
 
     def _forward(self, hidden: Tensor, positions: Tensor, mask: Any, cache: TreeCache) -> Tensor:
-        """Run the model's forward within `_only`, and return [B, N, D], the LM head's input.
+        """Run the model's forward with only some layers on (by `_only`), and return [B, N, D], the LM head's input.
 
         Args:
             hidden: [B, N, D], passed in place of the embeddings of the last N of R uncommitted tokens of B sequences.
             positions: [B, R], of all uncommitted tokens.
-            mask: as `Masks` makes it.
+            mask: an additive attention mask, or masks by layer type, as `Masks` makes them.
             cache: the cache.
         """
         count = hidden.shape[1]
@@ -290,6 +299,7 @@ class TargetView:
 
         # a hook on a layer, which torch calls after the layer's forward
         def see_output(layer: nn.Module, args: Any, output: Any) -> None:
+            # torch calls this after a decoder layer's forward: some models' layers return a tuple
             self.returns_tuples = isinstance(output, tuple)
 
         fault = ""
@@ -326,7 +336,7 @@ class _Layer(nn.Module):
         runs: bool,
         returns_tuple: bool,
     ) -> None:
-        """Wrap a layer.
+        """Wrap a decoder layer, so that a forward of the whole model can skip it or give it other hidden states.
 
         Args:
             layer: the layer.
@@ -343,7 +353,7 @@ class _Layer(nn.Module):
         self.returns_tuple = returns_tuple
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the wrapped layer, for models that look up such as its attention type."""
+        """Return an attribute of the wrapped layer, for models that look one up, such as a layer's attention type."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -374,20 +384,20 @@ class TargetSequences:
     """
 
     def __init__(self, view: TargetView, state: Any) -> None:
-        """Take the target's layers, and the `TargetState` that holds the rows."""
+        """Take the target's layers (`view`), and the `TargetState` that holds the sequences."""
         self.view = view
         self.state = state
 
     def _cache_rows(self, rows: Sequence[int]) -> list[int]:
-        """Return the index of each row in the cache's batch dimension; a row is a sequence by its caller's number."""
+        """Return the index in the cache's batch dimension of each row, a sequence by its caller's number."""
         return [self.state.rows.index(row) for row in rows]
 
     def length(self, row: int) -> int:
-        """Return the number of a row's committed tokens, all of which the target has read."""
+        """Return the number of committed tokens of a row (sequence), all of which the target has read."""
         return self.state.length(row)
 
     def room(self, row: int) -> float:
-        """Return the number of columns (one for each token) that a draft may use after a row's sequence.
+        """Return the number of cache columns (one for each token) that a draft may use after a row's sequence.
 
         It is infinite without a limit of the cache, which then grows. With one, it is what is left of the columns that
         were reserved for the row.
@@ -399,9 +409,9 @@ class TargetSequences:
         )
 
     def keys_values(self, row: int, layer: int) -> tuple[Tensor, Tensor]:
-        """Return [X, T, D] each, a layer's rotated keys and values of a row's T committed tokens, X heads of width D.
+        """Return a layer's rotated keys and values of a row's (sequence's) T committed tokens, [X, T, D] each.
 
-        They are views of the target's cache, which must not be written to.
+        There are X heads of width D. The tensors are views of the target's cache, which must not be written to.
         """
         (cache_row,) = self._cache_rows([row])
         cache_layer = self.state.cache.layers[layer]
@@ -411,7 +421,7 @@ class TargetSequences:
         return keys, values
 
     def groups(self, rows: Sequence[int]) -> list[list[int]]:
-        """Return groups of rows that may share a forward, each in the order of the rows in the cache."""
+        """Return groups of rows (sequences) that may share a forward, each in the order of the rows in the cache."""
         return self.state.groups(sorted(rows, key=self.state.rows.index))
 
     def copy_columns(
@@ -419,12 +429,12 @@ class TargetSequences:
         cache: TreeCache,
         moves: Mapping[int, tuple[int, Tensor, Tensor]],
     ) -> None:
-        """Copy committed keys and values of some rows to a drafter's cache.
+        """Copy committed keys and values of some rows (sequences) to a drafter's cache.
 
         Args:
             cache: the drafter's cache.
-            moves: by row, the row's index in the drafter's cache, the columns [M] of the target's cache to copy, and
-                their columns [M] in the drafter's cache.
+            moves: by row, the row's index in the drafter's cache, the columns [M] (tokens) of the target's cache to
+                copy, and their columns [M] in the drafter's cache.
         """
         if not moves:
             return
@@ -446,7 +456,7 @@ class TargetSequences:
         """Read a row's last `count` tokens again to show their attention to a drafter; the cache stays unchanged.
 
         Args:
-            row: the row.
+            row: the sequence, by its caller's number.
             count: N, the number of tokens that are read.
             observe: called for each layer with its index, queries [1, H, N, D] of H heads of width D, keys
                 [1, X, T, D] of all T tokens of the row for X heads, and the scale of their product.
@@ -476,10 +486,13 @@ class TargetSequences:
         tree_mask: Tensor | None,
         layers: int | None = None,
     ) -> Tensor:
-        """Run the first layers on the last K draft tokens of some rows, which see all committed tokens.
+        """Run the first layers on the last K draft tokens of some rows (sequences), which see all committed tokens.
+
+        Nothing is committed: the target's own forward overwrites these keys and values. Drafters that exit early draft
+        so.
 
         Args:
-            rows: the rows.
+            rows: the sequences, by their caller's numbers.
             tokens: [B, K], of B rows; earlier calls have read those before.
             depths: of each of all R draft tokens, in all rows alike, how many draft tokens precede it on its path.
                 Depth 0 is the first position after the committed sequence.

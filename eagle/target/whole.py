@@ -38,7 +38,10 @@ def check_weights(path: str | Path, model: Any, report: dict[str, Any]) -> None:
 
 
 def is_spare(name: str, model: Any) -> bool:
-    """Return whether a tensor that a model does not load is a computed buffer, or of a multi-token prediction layer."""
+    """Return whether a tensor that a model does not load is a computed buffer, or of a multi-token prediction layer.
+
+    Such tensors may be missing from a model without harm.
+    """
     if COMPUTED.search(name):
         return True
     # DeepSeek-V3 and others number multi-token prediction layers on from the last decoder layer
@@ -48,7 +51,7 @@ def is_spare(name: str, model: Any) -> bool:
 
 
 def _list_some(names: list[str]) -> str:
-    """Return the first names, and how many more there are."""
+    """Return the first names of tensors for an error message, and how many more there are."""
     listed = ", ".join(names[:MAX_NAMED])
     more = len(names) - MAX_NAMED
     return f"{listed} and {more} more" if more > 0 else listed

@@ -38,7 +38,7 @@ def decode_once(
     features: Features,
     held_out: list[int],
 ) -> Counts:
-    """Decode held-out prompts on the main process alone, and return what it counted on all processes.
+    """Decode held-out prompts on the main process alone, and return its counts on all processes.
 
     Args:
         accelerator: Every process calls with its own, since the counts are broadcast.
@@ -60,7 +60,7 @@ def decode_once(
 
 
 def group_by_prompt(counts: Counts) -> dict[tuple[str, int], list[int]]:
-    """Return [tokens, cycles] by (name of the temperature, index of the prompt): the samples that a comparison takes.
+    """Return [tokens, cycles] of each decoded prompt by (name of the temperature, index of the prompt).
 
     A cycle is one forward of the target over a draft.
     """
@@ -102,7 +102,8 @@ class Choice:
     def add(self, step: int, counts: Counts, metrics: Mapping[str, float]) -> bool:
         """Keep the head of a step if it is the best so far, and return whether it is.
 
-        A head's score is its decoded acceptance length, or else the predicted one.
+        A head's score is its decoded acceptance length, or else the predicted one. A head is better if more of its
+        drafts are accepted.
 
         Args:
             step: The step after which the head was validated.
@@ -135,11 +136,11 @@ class Choice:
     def describe(
         self, step: int, counts: Counts, metrics: Mapping[str, float], decoding: Decoding
     ) -> str:
-        """Return a line for the log that compares the head just decoded with the best one; call `add` first.
+        """Return a line for the log that compares the head just decoded with the run's best one; call `add` first.
 
         Args:
             step: The step after which the head was decoded.
-            counts: Its tokens and cycles by prompt.
+            counts: Its tokens and cycles (target forwards) by prompt.
             metrics: The figures of its validation, of which the cross-entropy is read.
             decoding: It estimates the difference between two heads and its interval.
         """
@@ -156,7 +157,7 @@ class Choice:
         return line
 
     def describe_gain(self, decoding: Decoding) -> str:
-        """Return a line that compares the best head with the head of `train.init`, and says which of them to use.
+        """Return a line that compares the best head with that of `train.init`, from which the run began.
 
         `decoding` estimates the difference of their acceptance lengths on the same prompts, and its interval.
         """
@@ -172,7 +173,10 @@ class Choice:
 
 
 def describe_tau(counts: Counts) -> str:
-    """Return the acceptance length of decoded prompts, and their number, as a phrase for the log."""
+    """Return the acceptance length of decoded prompts, and their number, as a phrase for the log.
+
+    `counts` are tokens and cycles (target forwards) of each prompt, by temperature.
+    """
     # every temperature decodes the same prompts
     prompts = len(next(iter(counts.values())))
     tau = acceptance_length(group_by_prompt(counts).values())

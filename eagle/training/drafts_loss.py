@@ -20,17 +20,17 @@ class DraftsLoss:
     """A forward hook that adds the loss on a batch's drafts to the losses of a head's forward.
 
     It is a hook and no second call, because data-parallel wrappers synchronise the gradients of one forward alone.
-
-    Args:
-        policy: The section `train.on_policy` of the recipe.
-        dtype: That of the matrix products: "bfloat16" turns autocast on.
     """
 
     def __init__(self, policy: OnPolicySection, dtype: str) -> None:
-        self.policy = (
-            policy  # the section `train.on_policy`: weights and kinds of the loss on drafts
-        )
-        self.dtype = dtype  # of the matrix products
+        """Make the hook, which torch calls after each forward of the head.
+
+        Args:
+            policy: The section `train.on_policy` of the recipe: weights and kinds of the loss on drafts.
+            dtype: That of the matrix products: "bfloat16" turns autocast on.
+        """
+        self.policy = policy
+        self.dtype = dtype
 
     def __call__(
         self, head: Any, inputs: tuple[Batch, TargetHead], losses: dict[str, Tensor]
@@ -71,7 +71,8 @@ def losses_of_drafts(
         policy: The section `train.on_policy`: the divergence for each kind of token, and the decay of weights.
 
     Returns:
-        "accepted" and "rejected", divergences summed over drafts and divided by the number of supervised tokens.
+        "accepted" and "rejected", divergences summed over drafted tokens and divided by the number of supervised
+        tokens.
     """
     device = batch.tokens.device
     terms = {name: torch.zeros((), device=device) for name in ("accepted", "rejected")}
@@ -127,7 +128,7 @@ def weighted_divergence(
 ) -> Tensor:
     """Return the divergence of the student's logits [A, V] from the teacher's probs [A, V], summed by weights [A].
 
-    A are tokens, V the vocabulary. The gradient by the logits comes from a formula and not from autograd.
+    A are drafted tokens, V the vocabulary. The gradient by the logits comes from a formula and not from autograd.
     """
     # the function that `compare_with` makes returns losses [A] and their gradients by the logits [A, V]; it may
     # overwrite its arguments

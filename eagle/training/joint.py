@@ -33,7 +33,7 @@ class AdapterDropout(nn.Dropout):
     dropout: TextDropout | None = None  # draws for the sequences of the batch that is read now
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the adapter's input with dropout: [B, T, ..] of B sequences of the batch, padded to T tokens.
+        """Return a LoRA adapter's input with dropout: [B, T, ..] of B sequences of the batch, padded to T tokens.
 
         Any other input gets plain dropout.
         """
@@ -62,11 +62,11 @@ class Joint(nn.Module):
     def __init__(
         self, model: Any, head: TrainableDrafter, target_head: TargetHead, settings: JointSection
     ) -> None:
-        """Add the adapters to the model, in place.
+        """Add LoRA adapters to the target's model, in place, to train it together with heads.
 
         Args:
             model: The target's transformers model.
-            head: The heads, which may read tap -1 of the target alone: the input of its LM head.
+            head: The heads, which may read tap -1 alone: the input of the target's LM head, and no other layer's.
             target_head: The target's embedding and LM head, which are not trained.
             settings: The section `joint` of the recipe.
         """
@@ -95,7 +95,8 @@ class Joint(nn.Module):
         Args:
             examples: The sequences, without features.
             heads_weight: The weight of the heads' loss.
-            part: The share of the sequences in their step; None where they are the whole step.
+            part: What the sequences of this forward must know of the whole optimizer step; None where they are the
+                whole step.
 
         Returns:
             "total", to be minimised; "target" and "heads", its two terms before the weight; the heads' logged losses.
@@ -139,9 +140,10 @@ class Joint(nn.Module):
         return batch, original.features[:, 0]
 
     def states(self, tokens: Tensor) -> Tensor:
-        """Return [B, T, D], the LM head's input of width D at right-padded tokens [B, T], with gradients.
+        """Return [B, T, D], the LM head's input of width D at right-padded tokens [B, T].
 
-        No attention mask is needed: padding follows the tokens, and attention is causal.
+        Gradients are kept, so that the heads' loss reaches the adapters. No attention mask is needed: padding follows
+        the tokens, and attention is causal.
         """
         (body,) = self.body
         states: Tensor = body(input_ids=tokens, use_cache=False).last_hidden_state
@@ -214,12 +216,12 @@ class Joint(nn.Module):
         return [{"params": slow, "lr": lr}, {"params": fast, "lr": lr * self.settings.head_lr}]
 
     def merge(self) -> Any:
-        """Return the new target: the model with its adapters merged into its weights."""
+        """Return the new target: the model with its LoRA adapters merged into its weights."""
         return self.adapted.merge_and_unload()
 
 
 def _replace_dropouts(adapted: nn.Module) -> tuple[AdapterDropout, ...]:
-    """Replace the adapters' dropout modules, in place, by ones that draw by sequence, and return the new ones."""
+    """Replace the dropout modules of LoRA adapters, in place, by ones that sample by sequence; return the new ones."""
     for layer in adapted.modules():
         # PEFT keeps in each adapted layer a dropout module by name of adapter; other modules have no such attribute
         dropouts: Any = getattr(layer, "lora_dropout", {})
@@ -241,7 +243,7 @@ def heads_weight(settings: JointSection, step: int, steps: int) -> float:
 
 
 def _drop_frozen(joint: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Remove frozen weights from the state dict, in place, or a checkpoint would hold the whole target.
+    """Remove frozen weights from the state dict, in place: a checkpoint need not hold the whole target.
 
     torch calls it as a hook of `state_dict`, with the prefix of the module's names and its local metadata.
     """

@@ -87,7 +87,7 @@ def launch(settings: TrainSection) -> Accelerator:
 
 
 def _configure_deepspeed(accelerator: Accelerator, settings: TrainSection) -> None:
-    """Set the options of the DeepSpeed engine by the recipe, and refuse a file of options that contradicts it."""
+    """Set the options of the DeepSpeed engine by the recipe's section `train`; refuse a file that contradicts it."""
     plugin = accelerator.state.deepspeed_plugin
     # the handle by which transformers learns of ZeRO: it would split the target as well, and load it without weights
     plugin.dschf = None
@@ -180,7 +180,7 @@ def resolve_dtype(recipe: Recipe) -> Recipe:
 
 @contextmanager
 def isolated_accelerate_state() -> Iterator[None]:
-    """Forget accelerate's global state at the end of the block.
+    """A context at whose end accelerate's global state is forgotten.
 
     Else the next run in this process could not launch with other settings, such as another precision.
     """
@@ -204,7 +204,7 @@ class _DataParallel(DistributedDataParallelKwargs):
 
 
 def _silence_deepspeed_warnings(cpu: bool) -> None:
-    """Silence two warnings of DeepSpeed: of the CPU that the user asked for, and of functions that torch renamed."""
+    """Silence two warnings of DeepSpeed: that it runs on a CPU, as was asked, and of functions renamed in torch."""
     if cpu:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
@@ -235,7 +235,7 @@ def _refuse_other_settings(settings: TrainSection) -> None:
 
 
 def refuse_other_engine(engine: dict[str, Any], settings: TrainSection) -> None:
-    """Refuse a DeepSpeed configuration, given in a file, that contradicts the recipe."""
+    """Refuse DeepSpeed's configuration `engine`, given in a file, if it contradicts the recipe."""
     accumulation = engine.get("gradient_accumulation_steps")
     _refuse_unless(
         "gradient_accumulation_steps",
@@ -271,7 +271,10 @@ def refuse_other_engine(engine: dict[str, Any], settings: TrainSection) -> None:
 
 
 def _refuse_unless(name: str, got: object, accepted: set[str], reason: str) -> None:
-    """Raise if a setting was given (not None) and its value is not accepted; `reason` says what the recipe has."""
+    """Raise if a setting was given (not None) and its value is not accepted; `reason` says what the recipe has.
+
+    A launcher's own config may set what the recipe decides.
+    """
     if got is not None and str(got).lower() not in accepted:
         raise ValueError(
             f"accelerate was given {name} = {got}, which the recipe does not follow: {reason}. Leave it out of the "
@@ -318,7 +321,7 @@ def _check_processes(accelerator: Accelerator, settings: TrainSection, zero: boo
 
 
 def splits_weights(accelerator: Accelerator, settings: TrainSection) -> bool:
-    """Return whether every process holds only a share of the head's weights, by FSDP2 or ZeRO-3."""
+    """Return whether every process holds only a shard of the head's weights, by FSDP2 or DeepSpeed's ZeRO-3."""
     engine = accelerator.state.deepspeed_plugin
     return settings.shard_head or (engine is not None and engine.zero_stage == 3)
 
@@ -327,7 +330,8 @@ def shard_head(head: nn.Module) -> None:
     """Spread a head's weights over all processes; each gathers them for a step and keeps its share of the gradients.
 
     The head is one FSDP unit, because drafters read weights outside of their modules' forwards. `state_dict` gathers
-    whole tensors, so all processes must call it together; `load_state_dict` takes whole ones.
+    whole tensors, so all processes must call it together; `load_state_dict` takes whole ones. FSDP is torch's fully
+    sharded data parallelism.
     """
     device = next(head.parameters()).device
     fully_shard(head, mesh=init_device_mesh(device.type, (dist.get_world_size(),)))
@@ -338,7 +342,10 @@ def shard_head(head: nn.Module) -> None:
 def prepare_sharded(
     accelerator: Any, head: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[Any, Any]:
-    """Return a sharded head in the accelerator's precision, without DDP, and its optimizer with whole state dicts."""
+    """Return a sharded head in the accelerator's precision, without DDP, and its optimizer with whole state dicts.
+
+    FSDP2 has split the weights over the processes.
+    """
     optimizer.register_state_dict_post_hook(lambda _, state: tree_map(gather, state))
     optimizer.register_load_state_dict_post_hook(_split_moments)
     # in "evaluation mode" accelerate sets the precision and does not wrap the head in DDP
@@ -347,7 +354,10 @@ def prepare_sharded(
 
 
 def gather(value: Any) -> Any:
-    """Return a sharded tensor as a whole tensor, and any other value unchanged. All processes must call it."""
+    """Return a sharded tensor as a whole tensor, and any other value unchanged. All processes must call it.
+
+    State dicts that are saved hold whole tensors.
+    """
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
@@ -361,7 +371,7 @@ def _gather_weights(head: nn.Module, state: dict[str, Any], *_: Any) -> None:
 
 
 def _split_weights(head: nn.Module, state: dict[str, Any], *_: Any) -> None:
-    """Replace the whole weights of a state dict by this process's shares, in place: a hook before the head loads it.
+    """Replace the whole weights of a state dict by this process's shards, in place: a hook before the head loads it.
 
     Further arguments of the hook are not read.
     """
@@ -372,7 +382,7 @@ def _split_weights(head: nn.Module, state: dict[str, Any], *_: Any) -> None:
 
 
 def _split_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Replace the whole moments (Adam's running means) that an optimizer has loaded by this process's shares, in place.
+    """Replace the whole moments (Adam's running means) that an optimizer has loaded by this process's shards.
 
     It is a hook of the optimizer's `load_state_dict`.
     """
@@ -384,7 +394,7 @@ def _split_moments(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _split_like(whole: Tensor, weight: Tensor) -> Tensor:
-    """Return this process's share of a whole tensor, split like a weight of the same shape."""
+    """Return this process's shard of a whole tensor, split like a weight of the same shape (FSDP2)."""
     # an unsharded weight, or a tensor that is split already
     if not isinstance(weight, DTensor) or isinstance(whole, DTensor):
         return whole

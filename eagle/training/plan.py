@@ -53,7 +53,10 @@ class Plan:
         self.epoch = lru_cache(2)(self._order_of)
 
     def __len__(self) -> int:
-        """Return the number of optimizer steps of the run."""
+        """Return the number of optimizer steps of the run.
+
+        Steps are counted over all epochs, up to `train.max_steps`.
+        """
         steps = self.settings.epochs * self.steps_an_epoch
         return min(steps, self.settings.max_steps or steps)
 
@@ -72,7 +75,8 @@ class Plan:
     def learned(self, steps: int) -> int:
         """Return how many supervised tokens the first `steps` steps read, repeated ones included.
 
-        It is for provenance and forecasts.
+        It is for provenance and forecasts. A supervised token is one of an assistant's answer, from which the head
+        learns.
         """
         whole_epochs, rest = divmod(steps, self.steps_an_epoch)
         tokens = whole_epochs * sum(self.slots[index] for index in self.training)
@@ -81,7 +85,7 @@ class Plan:
         return tokens
 
     def parts(self, step: int, count: int) -> list[list[int]]:
-        """Return a step's examples in `count` parts, one for each forward, of about equally many supervised tokens.
+        """Return a step's examples in `count` parts of about equally many supervised tokens, one part for each forward.
 
         Where a step has fewer examples than parts, a part that would be empty repeats an example: every process must
         run a forward. `weights` lets such a part count nothing.
@@ -101,7 +105,8 @@ class Plan:
         """Return the factor of each part's mean loss in the step's mean loss; the factors sum to 1.
 
         It is the part's share of the step's supervised tokens, or of its examples with `mean_over: texts`. An example
-        counts in the first part that has it, so that a part which repeats one weighs nothing.
+        counts in the first part that has it, so that a part which repeats one weighs nothing. A part is what one
+        forward reads.
 
         Args:
             step: The step.
@@ -116,7 +121,7 @@ class Plan:
         return weights
 
     def seeds(self, step: int, part: Sequence[int]) -> list[int]:
-        """Return a seed for each example of a part, for its noise and dropout: it differs between epochs.
+        """Return a seed for each example of a part (of one forward), for its noise and dropout; it differs by epoch.
 
         It does not depend on the part, so that a run with other processes draws the same.
         """
@@ -127,7 +132,7 @@ class Plan:
 
     @property
     def stem_steps(self) -> int:
-        """Return the number of steps before the learning rate of `wsd` falls.
+        """The number of steps before the learning rate of the schedule `wsd` (warm-up, stable, decay) falls.
 
         A longer run has these steps in common with this one, so it can start from their checkpoint (`train.stem`).
         """
@@ -158,9 +163,9 @@ class Plan:
 
 
 def _share_left(step: int, steps: int, falling_steps: float) -> float:
-    """Return how much is left of the last `falling_steps` of the steps: 1 before they begin, 0 after the last step.
+    """Return which fraction of the last `falling_steps` steps is left: 1 before they begin, 0 after the last step.
 
-    It falls linearly.
+    The learning rate falls by it.
     """
     return min(max((steps - step) / max(falling_steps, 1), 0.0), 1.0)
 
@@ -189,10 +194,10 @@ class Dealer:
     def __init__(
         self, head: TrainableDrafter, features: Features, plan: Plan, rank: int, processes: int
     ) -> None:
-        """Deal for one process.
+        """Deal examples for one process.
 
         Args:
-            head: The head that trains, which says how its loss is divided.
+            head: The head that trains, which says by what numbers (divisors) its summed losses are divided.
             features: The source of examples.
             plan: The run's plan, the same in every process.
             rank: The index of this process.
@@ -224,9 +229,10 @@ class Dealer:
         self.divisors_of = lru_cache(2)(self._divisors_of)
 
     def batches(self, first: int, pin: bool = False) -> Iterator[Batch]:
-        """Return this process's batches from step `first` on, loaded ahead by a thread where that is possible.
+        """Return this process's batches from step `first` on, in the order in which the training loop takes them.
 
-        With `pin` they lie in pinned memory, from which an accelerator copies while it computes.
+        A thread loads them ahead where that is possible. With `pin` they lie in pinned memory, from which an
+        accelerator copies while it computes.
         """
         policy = self.plan.settings.on_policy
         if policy is not None:
@@ -238,13 +244,16 @@ class Dealer:
         return run_ahead(jobs)
 
     def _load_jobs(self, first: int, pin: bool) -> Iterator[Callable[[], Batch]]:
-        """Yield for each of this rank's batches, from step `first` on, a function that loads it."""
+        """Yield for each batch of this process, from step `first` on, a function that loads it.
+
+        `pin` puts batches into pinned (page-locked) memory.
+        """
         for step in range(first, len(self.plan)):
             for indices in self._rank_parts(step):
                 yield partial(self.load, indices, step, pin)
 
     def _written_batches(self, first: int, every: int, pin: bool) -> Iterator[Batch]:
-        """Yield batches for `train.on_policy`, whose answers are written with the head's drafts before they are read.
+        """Yield batches for `train.on_policy`: the target first writes their answers with drafts of the head.
 
         The answers of `every` steps are written at once, with the head's weights of that time, so nothing is loaded
         ahead.
@@ -262,11 +271,14 @@ class Dealer:
                     yield self.load(indices, step, pin)
 
     def _rank_parts(self, step: int) -> list[list[int]]:
-        """Return the parts of a step that this process computes, as indices of examples."""
+        """Return the parts of a step that this process computes, as indices of examples.
+
+        A part is what one forward reads.
+        """
         return self.plan.parts(step, self.part_count)[self.rank :: self.processes]
 
     def load(self, indices: Sequence[int], step: int | None = None, pin: bool = False) -> Batch:
-        """Return the batch of a part's examples, on the host.
+        """Return the batch of a part's examples (those of one forward), on the host.
 
         Args:
             indices: The examples.
@@ -291,10 +303,11 @@ class Dealer:
         return batch
 
     def _divisors_of(self, step: int) -> tuple[float, ...] | None:
-        """Return the numbers by which the head divides its loss terms, summed over all examples of a step.
+        """Return the step's divisors, by which the head divides its loss terms, from all examples of the step.
 
         None where each batch is divided by its own (a step is one part, or the loss is a mean over each sequence), and
-        where the divisors must be counted first.
+        where the divisors must be counted first. A step may be split into several forwards, and its loss must not
+        depend on the split.
         """
         if self.must_count_first or self.part_count == 1 or self.by_sequence:
             return None
@@ -311,12 +324,13 @@ class Dealer:
         count_divisor: Callable[[Batch], Tensor],
         sum_over_processes: Callable[[Tensor], Tensor],
     ) -> Iterator[Part]:
-        """Yield this process's parts of a step, each with the factor of its loss.
+        """Yield this process's parts of a step, each with the factor of its loss. A part is what one forward reads.
 
         Args:
             step: The step.
             batches: This process's batches from this step on; as many are taken as it has parts.
-            count_divisor: Returns a batch's divisor where only the head's forward knows it.
+            count_divisor: Returns a batch's divisor (the number of its loss terms) where only the head's forward knows
+                it.
             sum_over_processes: Returns the sum of a tensor over all processes.
         """
         # the examples of every part, of which each process takes every `processes`-th; and this process's factors
@@ -352,15 +366,16 @@ class Dealer:
         count_divisor: Callable[[Batch], Tensor],
         sum_over_processes: Callable[[Tensor], Tensor],
     ) -> Iterator[Part]:
-        """Yield this process's parts where the divisors are known only once all processes have loaded theirs.
+        """Yield this process's parts where the numbers that divide the loss are known only once all parts are loaded.
 
         Args:
             parts: The indices of each part's examples.
             weights: The factor of each part; 0 for one that only repeats an example.
             batches: The batch of each part.
             supervised: A factor of every part's loss, from `_supervised_share`.
-            count_divisor: As in `deal`.
-            sum_over_processes: As in `deal`.
+            count_divisor: Returns a batch's divisor (the number of its loss terms) where only the head's forward knows
+                it.
+            sum_over_processes: Returns the sum of a tensor over all processes.
         """
         # the N divisors of each part; a part that only repeats an example adds nothing
         counts = []
@@ -390,7 +405,7 @@ class Dealer:
             yield Part(indices, batch, supervised * (weight > 0))
 
     def _supervised_share(self, step: int) -> float:
-        """Return the factor by which `mean_over: all` turns a mean over supervised tokens into one over all tokens.
+        """Return the factor by which `train.mean_over: all` turns a mean over supervised tokens into one over all.
 
         It is the share of a step's tokens that are supervised; 1 for other means.
         """
@@ -403,7 +418,8 @@ class Dealer:
     def _count_divisors(self, batch: Batch, count_divisor: Callable[[Batch], Tensor]) -> Tensor:
         """Return the numbers [N] by which the head divides its loss terms on one batch, in float64.
 
-        A head whose loss is a mean over supervised tokens has one: their number.
+        A head whose loss is a mean over supervised tokens has one: their number. They are summed over the batches of a
+        step, whose loss they divide.
         """
         # only a forward tells
         if self.head.counts_by_forward:

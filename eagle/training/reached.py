@@ -112,11 +112,11 @@ def compare_with_curve(kind: str, tokens: int, head: Module, path: Path = CURVES
 
 
 def would_gain(kind: str, tokens: int, head: Module, path: Path = CURVES) -> bool:
-    """Return whether more tokens would still bring much; False for methods without a curve."""
+    """Return whether more training tokens would still help a head much; False for methods without a measured curve."""
     described = compare_with_curve(kind, tokens, head, path)
     return described is not None and described.endswith(MORE)
 
 
 def _round(count: float) -> str:
-    """Return a number of tokens with two digits that count."""
+    """Return a number of tokens as text, rounded to two significant digits."""
     return f"{float(f'{count:.2g}'):,.0f}"

@@ -34,7 +34,7 @@ class Refresh:
         policy: OnPolicySection | None = None,
         seed: int = 0,
     ) -> None:
-        """Make the optimizer.
+        """Make the optimizer of a head that is kept current with its target.
 
         Args:
             head: The head to train.
@@ -99,7 +99,10 @@ class Refresh:
         return {"acceptance_length": acceptance_length, **figures}
 
     def drafter(self, target: Target) -> Any:
-        """Return a copy of the head with its present weights, in the target's dtype, ready to draft for it."""
+        """Return a copy of the head with its present weights, in the target's dtype, ready to draft for it.
+
+        The head itself goes on training. `target` is the model that the copy drafts for.
+        """
         return in_dtype(copy.deepcopy(self.head), target.model.dtype).bind(target.head)
 
     def _write_answers(

@@ -52,7 +52,10 @@ FREE |= {"processes", "shard_head", "compile", "log_with", "project"}
 
 
 def decisive_settings(train: dict[str, Any]) -> dict[str, Any]:
-    """Return the training settings that decide what a head becomes, so that a resumed run must have the same."""
+    """Return the training settings that decide what a head becomes, so that a resumed run must have the same.
+
+    `train` is the recipe's section of that name.
+    """
     unused = set(FREE)
     # only the schedule wsd reads it
     if train["schedule"] != "wsd":
@@ -90,11 +93,16 @@ class Checkpoints:
     """The checkpoint folders `step-N` of a run, of which the newest `keep` stay; all machines must share `folder`."""
 
     def __init__(self, accelerator: Accelerator, folder: Path, keep: int) -> None:
-        self.accelerator = (
-            accelerator  # it saves and loads what it has prepared: head, optimizer, random states
-        )
+        """Take the folder of a run, in which checkpoints are written and found.
+
+        Args:
+            accelerator: It saves and loads what it has prepared: head, optimizer and random states.
+            folder: Where the folders `step-N` lie.
+            keep: How many checkpoints stay on the disk.
+        """
+        self.accelerator = accelerator
         self.folder = folder
-        self.keep = keep  # how many checkpoints stay on the disk
+        self.keep = keep
 
     def write(self, step: int, state: dict[str, Any]) -> str | None:
         """Write a checkpoint: all that the accelerator prepared (head, optimizer), and `state`.
@@ -113,7 +121,7 @@ class Checkpoints:
 
         # the stages run on every process; only the main one makes, completes and removes folders
         def begin() -> None:
-            """Make the temporary folder, if there is room for a checkpoint."""
+            """Make the temporary folder of the checkpoint, if the disk has room."""
             if is_main:
                 # an earlier process was ended while it wrote these
                 for torn in self.folder.glob("*.part"):
@@ -122,7 +130,7 @@ class Checkpoints:
                 temporary.mkdir(parents=True)
 
         def save() -> None:
-            """Write head, optimizer and random states into it."""
+            """Write head, optimizer and random states into the temporary folder."""
             try:
                 self.accelerator.save_state(str(temporary))
             except DISK_FAULTS as error:
@@ -134,7 +142,7 @@ class Checkpoints:
                 raise
 
         def complete() -> None:
-            """Mark it complete with checksums, and give it its final name."""
+            """Mark the checkpoint complete with checksums, and give it its final name."""
             if is_main:
                 self._complete(temporary, step, state)
 
@@ -147,7 +155,7 @@ class Checkpoints:
         return faults[0]
 
     def _check_room(self) -> None:
-        """Raise a DiskError if the disk has no room for another checkpoint of the newest one's size.
+        """Raise a DiskError if the disk has no space for another checkpoint of the newest one's size.
 
         Before the first checkpoint the size is not known, and nothing is checked.
         """
@@ -163,7 +171,10 @@ class Checkpoints:
             )
 
     def _complete(self, temporary: Path, step: int, state: dict[str, Any]) -> None:
-        """Flush a checkpoint's files, mark it complete, rename it into place and remove all but the newest `keep`."""
+        """Flush a checkpoint's files, mark it complete, rename it into place and remove all older ones but `keep`.
+
+        A crash in between leaves no checkpoint that looks complete.
+        """
         apply_umask(temporary)
         # the size and the checksum of each file
         files = {}
@@ -308,7 +319,8 @@ def _describe_launcher(deepspeed: bool, processes: int) -> str:
 def _run_on_all(work: Callable[[], None]) -> list[str]:
     """Run `work` on this process, and return the disk faults of all processes; all must call it together.
 
-    So every process learns that another failed, and none waits for it.
+    So every process learns that another failed, and none waits for it. A disk fault is an error of a full or broken
+    disk. Each stage of writing a checkpoint is such work.
     """
     fault = ""
     try:

@@ -132,7 +132,11 @@ def follow_head(
 def _with_drafts(
     recipe: Recipe, target: Target | Borrowed, features: Features, head: Any, *, weights_split: bool
 ) -> OwnDrafts:
-    """Return the features of a run with `train.on_policy`, or refuse settings that exclude it."""
+    """Return the features of a run with `train.on_policy`, whose answers the target writes with the head's drafts.
+
+    Settings that exclude it are refused. `features` are those of the data. With `weights_split` no process holds all
+    weights of the head, so that it cannot decode.
+    """
     policy = recipe.train.on_policy
     assert policy is not None
     # the method has not defined it
@@ -161,7 +165,7 @@ def _expected_identity(recipe: Recipe, roles: TapRoles, store: FeatureStore) -> 
 
     Args:
         recipe: It names the target and the data.
-        roles: The taps that training needs: of the head's inputs, and of its teacher.
+        roles: The taps (target layers) that training needs: of the head's inputs, and of its teacher.
         store: The store that is checked, for what cannot be computed here.
     """
     if is_local_model(recipe.target.path, recipe.target.revision):
@@ -232,7 +236,7 @@ def first_head(
 
 
 def _supervised_tokens(features: Features) -> Iterator[Tensor]:
-    """Yield the supervised tokens of every example; the most frequent ones become a draft vocabulary."""
+    """Yield the supervised tokens (those of answers) of every example; a draft vocabulary is made of frequent ones."""
     for index in range(len(features)):
         tokens, loss_mask = features.tokens_and_mask(index)
         yield tokens[loss_mask]

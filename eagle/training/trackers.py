@@ -69,7 +69,7 @@ class PatientWandb(WandBTracker):
     """A run in wandb, or without a key or a network on the disk, for `wandb sync`; training never waits for it."""
 
     def start(self) -> None:
-        """Begin the run, or resume it; keep it on the disk if wandb cannot be reached."""
+        """Begin the run in wandb, or resume it; keep it on the disk if wandb cannot be reached."""
         # wandb is an optional package
         import wandb
 
@@ -109,7 +109,10 @@ class PatientWandb(WandBTracker):
         self.run.config.update(values, allow_val_change=True)
 
     def send(self, path: Path) -> None:
-        """Log a file as an artefact; an HTML page or an SVG figure is shown among the run's charts, too."""
+        """Log a file as an artefact; an HTML page or an SVG figure is shown among the run's charts, too.
+
+        Reports are sent this way. `path` is the file.
+        """
         import wandb
 
         artefact = wandb.Artifact(f"{self.run.id}-{path.stem}", type="report")
@@ -123,7 +126,7 @@ class SteppedTrackio(TrackioTracker):
     """A run in trackio whose rows carry their step, which accelerate before 1.14 does not pass on."""
 
     def log(self, values: dict[str, Any], step: int | None = None, **options: Any) -> None:
-        """Log the numbers of a step."""
+        """Log the numbers of a step in trackio, together with the step."""
         self.run.log(values, step=step, **options)
 
 
@@ -174,7 +177,7 @@ class Trackers:
     """A run in each of a recipe's trackers, which only the main process opens; without trackers it does nothing."""
 
     def __init__(self, recipe: Recipe, *, before: int | None = None) -> None:
-        """Begin or resume the run in each tracker.
+        """Begin or resume the run in each tracker, such as wandb or tensorboard, that the recipe names.
 
         Args:
             recipe: It names the trackers, and its values are logged as hyper-parameters.
@@ -233,7 +236,8 @@ class Trackers:
     def _make(self, name: str, project: str, before: int | None) -> GeneralTracker:
         """Return a tracker that is not started yet, with the arguments that begin or resume its run.
 
-        The arguments are those of `_begin`.
+        `name` is the tracker, `project` what it files the run under, and `before` the step that training begins or
+        resumes at.
         """
         if name in LOG_FOLDERS:
             options = {}
@@ -250,7 +254,7 @@ class Trackers:
         return OWN_TRACKERS.get(name, LOGGER_TYPE_TO_CLASS[name])(project, **run)
 
     def log(self, row: Mapping[str, Any], *, was_logged: bool = False) -> None:
-        """Log the numbers of a row in all trackers.
+        """Log the numbers of a row of metrics in all trackers.
 
         Args:
             row: Nested values, and its "step".
@@ -276,7 +280,7 @@ class Trackers:
                 self._try(tracker, lambda tracker: tracker.log({"report": text}))
 
     def finish(self) -> None:
-        """End the runs."""
+        """End the run in every tracker."""
         for tracker in list(self.running):
             self._try(tracker, lambda tracker: tracker.finish())
 
@@ -318,13 +322,13 @@ class TrackedMetrics(Metrics):
         self.trackers.log({"step": step, **groups}, was_logged=was_logged)
 
     def close(self) -> None:
-        """Close the file, and end the runs."""
+        """Close metrics.jsonl, and end the runs in the trackers."""
         super().close()
         self.trackers.finish()
 
 
 def _send_all(keeper: RunKeeper, paths: Sequence[Path], tracker: GeneralTracker) -> None:
-    """Log each file as an artefact in the tracker's run, the way `keeper` knows."""
+    """Log each file as an artefact in the tracker's run; `keeper` says how this tracker takes files."""
     for path in paths:
         keeper.send(tracker, path)
 
@@ -362,7 +366,10 @@ def flatten(
 
 
 def _parse(line: str) -> dict[str, Any]:
-    """Return the row of a line of metrics.jsonl; {} for a line that was cut off when the run was killed."""
+    """Return the row of a line of metrics.jsonl; {} for a line that was cut off when the run was killed.
+
+    A resumed run finds rows in it that it will write again.
+    """
     try:
         row = json.loads(line)
     except ValueError:
@@ -371,7 +378,7 @@ def _parse(line: str) -> dict[str, Any]:
 
 
 def _row_key(row: Mapping[str, Any]) -> tuple[Any, frozenset[str]]:
-    """Return the key by which equal rows are found: the step and the names of the figures.
+    """Return the key by which equal rows of metrics are found: the step and the names of the figures.
 
     A step may have one row of training and one of validation.
     """

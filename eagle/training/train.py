@@ -229,7 +229,10 @@ class _Run:
         self._report()
 
     def _is_due(self, interval: int | None) -> bool:
-        """Return whether this step is a multiple of `interval`, or without one the last of an epoch."""
+        """Return whether this step is a multiple of `interval`, or without one the last of an epoch.
+
+        Validations and checkpoints are due at such steps.
+        """
         return self.step % (interval or self.plan.steps_an_epoch) == 0
 
     def _report(self) -> None:
@@ -245,7 +248,9 @@ class _Run:
             self.metrics.close()
 
     def _advance(self, step: int, batches: Iterator[Batch]) -> None:
-        """Take one step: forward and backward of this process's parts of the batch, clip, update; keep sums to log.
+        """Take one optimizer step: forward and backward of this process's parts of the batch, clip, update.
+
+        The losses and the gradient norm are kept for the log. A part is what one forward reads.
 
         Args:
             step: The index of the step, from 0.
@@ -281,7 +286,10 @@ class _Run:
 
     @torch.no_grad()
     def _count_divisor(self, batch: Batch) -> Tensor:
-        """Return the divisor of a batch's loss for a head that `counts_by_forward`: only its forward knows it."""
+        """Return the number by which a batch's loss is divided, where only the head's forward knows it.
+
+        Such a head has `counts_by_forward`.
+        """
         # the engine of ZeRO-3 cannot run a forward that no backward follows
         head = self._whole_head() if self.deepspeed else self.model
         with self._autocast():
@@ -290,11 +298,11 @@ class _Run:
         return divisor
 
     def _sum_over_processes(self, counts: Tensor) -> Tensor:
-        """Return counts summed over all processes, on the device."""
+        """Return a tensor of counts summed over all processes, on the device."""
         return self.accelerator.reduce(counts.to(self.accelerator.device), "sum")
 
     def _update(self) -> Tensor:
-        """Clip the gradients and, if they are finite, take the optimizer step. Return their norm before clipping."""
+        """Clip the gradients and, if they are finite, take the optimizer step; return their norm before clipping."""
         # the engine has clipped and stepped within the last backward
         if self.deepspeed:
             return torch.tensor(float(self.model.get_global_grad_norm()))
@@ -307,15 +315,15 @@ class _Run:
         return norm.float()
 
     def _trainable_weights(self) -> list[Tensor]:
-        """Return the weights that the optimizer updates."""
+        """Return the weights that the optimizer updates; others, such as a frozen LM head, keep their values."""
         return [weight for weight in self.head.parameters() if weight.requires_grad]
 
     def print(self, line: str) -> None:
-        """Print a line on the main process."""
+        """Print a line, on the main process alone."""
         self.accelerator.print(line, flush=True)
 
     def _log(self) -> None:
-        """Write a row of means over the steps since the last log, and report steps that were skipped.
+        """Write a row of mean losses over the steps since the last log, and report steps that were skipped.
 
         A step is skipped if its gradients were not finite; it does not count in the means.
         """
@@ -351,7 +359,7 @@ class _Run:
         self.log_time = perf_counter()
 
     def _log_skipped(self, last: int, skipped: list[int]) -> None:
-        """Report skipped steps and the conversations to blame: those of parts whose loss was not finite either.
+        """Report skipped steps and the conversations to blame: those of forwards whose loss was not finite either.
 
         Args:
             last: The step of the row that is written.
@@ -445,9 +453,9 @@ class _Run:
         return figures(sums) if sums else {}
 
     def _sum_share(self, head: TrainableDrafter) -> dict[str, Tensor]:
-        """Return the validation sums of a head over this process's share of the held-out conversations, on the host.
+        """Return the validation sums of a head over those held-out conversations that this process reads, on the host.
 
-        They are by name, in float64; {} for a process without a share.
+        They are by name, in float64; {} for a process that reads none.
         """
         accelerator = self.accelerator
         held_out = self.plan.validation
@@ -532,7 +540,10 @@ class _Run:
         }
 
     def _identity(self) -> dict[str, Any]:
-        """Return all settings and data that decide this run's result, which a run that resumes it must share."""
+        """Return all settings and data that decide this run's result, which a run that resumes it must share.
+
+        A checkpoint carries it.
+        """
         return run_identity(self.recipe, self.features.identity, self.accelerator.num_processes)
 
     def _checkpoint(self, checkpoints: Checkpoints) -> None:

@@ -100,7 +100,10 @@ class _JointRun:
     commit: str
 
     def __post_init__(self) -> None:
-        """Plan the steps, prepare model and optimizer, and load the newest checkpoint, if there is one."""
+        """Plan the steps, prepare model and optimizer, and load the newest checkpoint, if there is one.
+
+        Called by the dataclass once its fields are set.
+        """
         accelerator = self.accelerator
         self.section = self.recipe.train  # `settings` is the section `joint`
         self.out = Path(self.section.out)
@@ -171,13 +174,16 @@ class _JointRun:
             metrics.close()
 
     def _is_due(self, interval: int | None) -> bool:
-        """Return whether this step is the last, or a multiple of `interval`, or without one the end of an epoch."""
+        """Return whether this step is the last, or a multiple of `interval`, or without one the end of an epoch.
+
+        Validations and checkpoints are due at such steps.
+        """
         return (
             self.step == len(self.plan) or self.step % (interval or self.plan.steps_an_epoch) == 0
         )
 
     def _checkpoint(self) -> None:
-        """Write a checkpoint; a full disk costs the checkpoint, not the run."""
+        """Write a checkpoint of the run; a full disk costs the checkpoint, not the run."""
         state = {
             "step": self.step,
             "skipped": self.skipped,
@@ -239,7 +245,7 @@ class _JointRun:
     def _means(self) -> dict[str, float]:
         """Return the mean losses and gradient norm since the last log, over steps whose gradients were finite.
 
-        It empties the list of unlogged steps, and counts the others as skipped.
+        It empties the list of unlogged steps, and counts those without finite gradients as skipped.
         """
         names = list(self.unlogged_steps[0])
         # [steps, names], summed over processes; the norm is the last column

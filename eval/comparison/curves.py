@@ -1,4 +1,4 @@
-"""Fit curves of acceptance length over training tokens, and find where two of them cross."""
+"""Fit curves of acceptance length over training tokens, find where two of them cross, and draw them."""
 
 # D bootstrap samples of conversations, N counts of tokens, B exponents
 
@@ -6,11 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
+from math import log2
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from eagle.markup import Html, tag
 from eval.comparison.compare_table import (
     NO_DATA,
     ComparisonTable,
@@ -18,7 +20,9 @@ from eval.comparison.compare_table import (
     column_name,
     group_by_conversation,
 )
-from eval.result_files.statistics import Row, column_sums, draw_counts
+from eval.page.page_parts import drafter_panels, make_page
+from eval.result_files.figures import Doublings, Scale, draw_plot
+from eval.result_files.statistics import Estimate, Row, column_sums, draw_counts
 
 EXPONENTS = torch.logspace(-2, 0.5, 120, dtype=torch.float64)  # [B]
 DRAWS = 1000
@@ -78,7 +82,7 @@ def draw_taus(lengths: dict[Key, Row]) -> Tensor:
     clusters = group_by_conversation(lengths)
     # all arms in one order, so that a sample is of the same conversations
     sums = column_sums({name: clusters[name] for name in sorted(clusters, key=str)})
-    drawn = torch.cat([sums.sum(0)[None], draw_counts(len(sums), DRAWS, 0) @ sums])
+    drawn = torch.cat([sums.sum(0)[None], draw_counts(len(sums), DRAWS) @ sums])
     return drawn[:, 0] / drawn[:, 1]
 
 
@@ -227,6 +231,57 @@ def _estimate(drawn: Tensor) -> dict[str, float]:
     ends = torch.tensor([TAIL, 1 - TAIL]).double()
     low, high = torch.quantile(samples, ends).tolist()
     return {"value": float(drawn[0]), "low": low, "high": high}
+
+
+def draw_curves(columns: Sequence[dict[str, Any]]) -> str:
+    """Draw the curves of each draft tree and temperature over a logarithmic axis of tokens.
+
+    Args:
+        columns: As `describe_curves` returns them; those without curves have no figure.
+
+    Returns:
+        An HTML file. The vertical bars are 95% intervals over prompts.
+    """
+    # a curve has one colour in all figures
+    names: dict[str, int] = {}
+    figures = []
+    for column in columns:
+        series = []
+        taus: list[float] = []
+        counts: set[int] = set()
+        for name, described in column["curves"].items():
+            points = described["points"]
+            counts |= {point["tokens"] for point in points}
+            taus += [point["high"] for point in points]
+            series.append((names.setdefault(name, len(names) + 1), points))
+        if series:
+            title = f"Acceptance length of {column['column']}"
+            figures.append(_draw_column(title, series, sorted(counts), taus))
+    title = "Acceptance length by training tokens"
+    return make_page(title, tag("h1", title), drafter_panels(names, figures))
+
+
+def _draw_column(
+    title: str,
+    series: Sequence[tuple[int, list[dict[str, Any]]]],
+    counts: Sequence[int],
+    taus: Sequence[float],
+) -> Html:
+    """Draw the curves of one draft tree at one temperature; `taus` are the ends of their intervals."""
+    first = counts[0]
+    drawn = []
+    for number, points in series:
+        values = [Estimate(point["value"], point["low"], point["high"]) for point in points]
+        doublings = [log2(point["tokens"] / first) for point in points]
+        drawn.append((number, list(zip(doublings, values, strict=True))))
+    last = max(log2(counts[-1] / first), 1)
+    return draw_plot(
+        title,
+        drawn,
+        x=Doublings(0, last, step=1, first=first),
+        y=Scale.over(taus, 1),
+        axes=("training tokens", "τ"),
+    )
 
 
 def curve_table(figures: Mapping[str, Any]) -> str:

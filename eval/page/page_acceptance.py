@@ -1,4 +1,4 @@
-"""Build the sections on acceptance: by position, task and rule, accepted lengths, theory, calibration, tree nodes."""
+"""Build the sections on acceptance: by position, task and rule, accepted lengths, theory, calibration."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 from operator import mul
 from typing import Any
 
-from eagle.markup import Html, tag
+from eagle.markup import tag
 from eval.page.page_parts import (
     Missing,
     ReportData,
@@ -24,7 +24,7 @@ from eval.page.page_parts import (
     table,
 )
 from eval.result_files.buckets import ENOUGH, EVERY, several_buckets
-from eval.result_files.figures import Points, Scale, draw_bars, draw_plot, draw_tree
+from eval.result_files.figures import Points, Scale, draw_bars, draw_plot
 from eval.result_files.results import (
     ACCEPTANCE_LENGTH,
     MODELLED_SPEED_UP,
@@ -35,20 +35,13 @@ from eval.result_files.results import (
     cycles,
     prompt_key,
 )
-from eval.result_files.statistics import Estimate, Row, estimate
+from eval.result_files.statistics import Row, estimate
 
 Cycle = dict[str, Any]  # as a row holds it
-Agreement = list[tuple[int, list[tuple[float, Estimate]]]]  # of predicted and measured, by series
 Shapes = Counter[tuple[int, int]]  # cycles by accepted tokens and levels of the tree
 SHARE = Scale(0, 1, percent=True, step=0.2)
 # of equally many drafted tokens
 BINS = 8
-# most used nodes shown
-NODES = 16
-# nodes that a smaller share of the cycles reached are not shown
-RARE = 0.01
-# of a tree that are drawn: more would not fit a phone
-LEVELS = 8
 
 
 def positions(report: ReportData) -> Section:
@@ -246,39 +239,6 @@ def _confidences(group: Group) -> Iterator[tuple[object, float, bool]]:
                 yield prompt_key(answer)[:2], confidence, accepted
 
 
-def nodes(report: ReportData) -> Section:
-    """Show where the accepted tokens are in the tree."""
-    figures = []
-    for group in report.drafting:
-        shares = most_used_nodes(group)
-        # a chain is what acceptance by position shows
-        if len(shares) > 1 + max(map(len, shares), default=0):
-            figures.append(draw_tree(f"{group.name}, T = {group.temperature:g}", shares))
-    if not _accepts(report):
-        return _no_acceptance(report)
-    if not figures:
-        return Missing("no siblings are recorded among the accepted tokens")
-    lead = (
-        f"The {NODES} most accepted nodes of the first {LEVELS} levels: in each its rank among its siblings, below it "
-        "the share of cycles that accepted it."
-    )
-    return [tag("p", lead), panels(*figures)]
-
-
-def most_used_nodes(group: Group) -> dict[tuple[int, ...], float]:
-    """Return the most often accepted nodes, by their ranks, as shares of all cycles."""
-    paths = [tuple(cycle["path"]) for cycle in group.cycles if cycle.get("path") is not None]
-    counts: Counter[tuple[int, ...]] = Counter()
-    for path in paths:
-        # an accepted path passes every node on its way
-        counts.update(path[:length] for length in range(min(len(path), LEVELS) + 1))
-
-    # a parent is never rarer than its child, and comes first where they are level: so no node lacks its parent
-    order = sorted(counts, key=lambda path: (-counts[path], len(path), path))
-    common = [path for path in order[: NODES + 1] if counts[path] >= RARE * len(paths)]
-    return {path: counts[path] / len(paths) for path in common}
-
-
 def expected_tokens(alpha: float, gamma: int) -> float:
     """Return the tokens per target forward of a chain of `gamma` tokens, accepted independently with rate `alpha`.
 
@@ -387,44 +347,25 @@ def theory(report: ReportData) -> Section:
         "“By position” takes each position's own rate. Break-even τ is the cycle time over that of plain decoding; "
         "drafting is faster with a larger τ. Accepted tokens after the end of an answer are not in the measured τ. "
     )
-    has_modelled = any(group.is_modelled for group in groups_with_cycles)
-    if has_modelled:
-        how = "modelled"
+    if any(group.is_modelled for group in groups_with_cycles):
         lead += "Predicted speedup is that of modelled time, from the measured costs of single forwards."
     else:
-        how = "τ over break-even"
         lead += "Predicted speedup is τ over break-even τ; eval.costs=true predicts it from single forwards."
     columns = ["drafter", "α", "levels", "τ by α", "τ by position", "τ measured", "break-even τ"]
     columns += ["predicted speedup", "measured"]
 
     parts = []
-    lengths = Agreement()
-    speeds = Agreement()
     for heading, groups in by_temperature(groups_with_cycles):
-        rows = []
-        for group in groups:
-            series = report.series[group.name]
-            rates = Rates.count(group)
-            even = break_even(group)
-            # unknown without seconds of cycles and bare costs: the plot has no point then
-            predicted = predict_speed_up(group, even)
-            lengths.append((series, [(rates.by_alpha, group.estimate(ACCEPTANCE_LENGTH))]))
-            if predicted:
-                speeds.append((series, [(predicted, group.estimate(SPEED_UP))]))
-            rows.append(_theory_row(group, rates, even, predicted))
+        rows = [_theory_row(group) for group in groups]
         parts.append((heading, rows))
-    content = [tag("p", lead), table(columns, parts)]
-    # one point is what the table says already
-    drawn = [("Acceptance length τ", "by α", lengths, 1), ("Speedup", how, speeds, 0)]
-    figures = [_draw_agreement(*plot) for plot in drawn if len(plot[2]) > 1]
-    if figures:
-        content += drafter_panels(report.names, figures)
-    return content
+    return [tag("p", lead), table(columns, parts)]
 
 
-def _theory_row(
-    group: Group, rates: Rates, even: float | None, predicted: float | None
-) -> list[object]:
+def _theory_row(group: Group) -> list[object]:
+    rates = Rates.count(group)
+    # both are unknown without seconds of cycles, unless there are bare costs
+    even = break_even(group)
+    predicted = predict_speed_up(group, even)
     return [
         code(group.name),
         f"{rates.alpha:.2f}",
@@ -436,25 +377,6 @@ def _theory_row(
         f"{predicted:.2f} ×" if predicted else "–",
         cell(group.estimate(SPEED_UP), " ×"),
     ]
-
-
-def _draw_agreement(what: str, how: str, series: Agreement, low: float) -> Html:
-    """Draw measured over predicted values, both on one scale."""
-    values: list[float] = []
-    for _, points in series:
-        for predicted, measured in points:
-            values += predicted, measured.value, measured.high
-    scale = Scale.over(values, low)
-    return draw_plot(
-        f"{what}: measured over predicted",
-        series,
-        x=scale,
-        y=scale,
-        axes=(f"predicted ({how})", "measured"),
-        note="On the dashed line they agree.",
-        joined=False,
-        diagonal=True,
-    )
 
 
 def break_even(group: Group) -> float | None:

@@ -20,6 +20,8 @@ from eval.result_files.results import (
 )
 from eval.result_files.statistics import Estimate
 
+# escaping keeps model text from being markup; should it ever fail, the browser still runs and fetches nothing
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
 BySeries = list[tuple[int, Estimate]]  # figures by series
 Rows = list[tuple[str, BySeries]]  # by name
 
@@ -66,6 +68,21 @@ class ReportData:
     def names(self) -> dict[str, int]:
         """Return the drafters and their series, for a legend."""
         return {name: series for name, series in self.series.items() if series}
+
+
+def make_page(title: str, *content: object) -> str:
+    """Return an HTML file with the style sheet in it."""
+    style = Html(Path(__file__).with_name("page.css").read_text(encoding="utf-8"))
+    head = [
+        tag("meta", charset="utf-8"),
+        tag("meta", http_equiv="Content-Security-Policy", content=POLICY),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("link", rel="icon", href="data:,"),
+        tag("title", title),
+        tag("style", style),
+    ]
+    body = tag("body", tag("main", content))
+    return "<!doctype html>\n" + tag("html", tag("head", head), body, lang="en") + "\n"
 
 
 def labels(paths: Sequence[str | Path]) -> list[str]:

@@ -24,7 +24,7 @@ from eval.page.page_parts import (
     table,
     task_of,
 )
-from eval.result_files.figures import Points, Scale, draw_plot, draw_stack
+from eval.result_files.figures import Doublings, Points, Scale, draw_plot
 from eval.result_files.results import (
     ACCEPTANCE_LENGTH,
     CPU_SPEED_UP,
@@ -42,7 +42,7 @@ from eval.result_files.results import (
 )
 from eval.result_files.statistics import Estimate
 
-# of a cycle's seconds; the style sheet has a colour for each
+# of a cycle's seconds
 PARTS = ("draft", "target", "verify", "other")
 # by the sign of the difference from plain decoding
 AGAINST_PLAIN = {1: "", 0: "; no difference shown", -1: "; plain decoding is faster"}
@@ -306,33 +306,28 @@ def time_split(report: ReportData) -> Section:
     if not timed:
         return Missing("the results file holds no seconds of cycles")
     lead = (
-        "A cycle is a draft, one target forward over it, verification and bookkeeping. Drafting pays where τ is "
-        "larger than the cycle time over that of plain decoding."
+        "Milliseconds of a mean cycle: a draft, one target forward over it, verification and bookkeeping. Drafting "
+        "pays where τ is larger than the cycle time over that of plain decoding."
     )
-    chips = [tag("li", tag("i", class_=part), tag("span", part)) for part in PARTS]
-    figures = []
+    parts = []
     for heading, groups in by_temperature(timed):
-        rows = [(group.name, mean_milliseconds(group)) for group in groups]
-        figures.append(draw_stack(f"Milliseconds per cycle, {heading}", rows, "ms"))
-    return [tag("p", lead), tag("ul", chips, class_="legend"), panels(*figures)]
+        rows: list[list[object]] = []
+        for group in groups:
+            means = mean_milliseconds(group)
+            cells = [f"{value:.3g}" for value in (*means, sum(means))]
+            rows.append([code(group.name), *cells])
+        parts.append((heading, rows))
+    return [tag("p", lead), table(["drafter", *PARTS, "cycle"], parts)]
 
 
-def mean_milliseconds(group: Group) -> list[tuple[str, float]]:
-    """Return the mean milliseconds of a cycle, by part."""
+def mean_milliseconds(group: Group) -> list[float]:
+    """Return the mean milliseconds of each part of a cycle."""
     timed = cycle_seconds(group.cycles)
     means = []
     for part in PARTS:
         total = sum(seconds.get(part, 0.0) for seconds in timed)
-        means.append((part, 1000 * total / len(timed)))
+        means.append(1000 * total / len(timed))
     return means
-
-
-class Doublings(Scale):
-    """An axis of logarithms to base 2 that shows the numbers themselves."""
-
-    def format(self, value: float) -> str:
-        """Return the number whose logarithm this is."""
-        return f"{2**value:g}"
 
 
 def batches(report: ReportData) -> Section:

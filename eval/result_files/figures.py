@@ -16,8 +16,8 @@ from eval.result_files.statistics import Estimate, format_number, format_percent
 # pixels of the narrowest figure, for which labels are set: a wider one has more room between them
 WIDTH = 310
 # pixels around the plotted area; left and right are those of the style sheet, by kind of figure
-LEFT = {"plot": 48, "dots": 14, "tree": 16}
-RIGHT = {"plot": 12, "dots": 20, "tree": 18}
+LEFT = {"plot": 48, "dots": 14}
+RIGHT = {"plot": 12, "dots": 20}
 TOP = 22
 BOTTOM = 36
 # widths of letters in shares of their size, those of wide system fonts
@@ -39,7 +39,6 @@ COLOURS = 6
 Points = Sequence[tuple[float, Estimate]]
 # x in percent of the plotted area, or in pixels as text; y in pixels
 Position = tuple[float | str, float]
-Path = tuple[int, ...]  # ranks among siblings, from the root to a node
 
 
 @dataclass(frozen=True)
@@ -102,6 +101,17 @@ class Scale:
         if self.percent:
             return f"{value:.0%}"
         return f"{value:g}"
+
+
+@dataclass(frozen=True)
+class Doublings(Scale):
+    """An axis of logarithms to base 2 that shows the numbers themselves, as multiples of `first`."""
+
+    first: float = 1
+
+    def format(self, value: float) -> str:
+        """Return the number whose logarithm this is."""
+        return f"{self.first * 2**value:,.0f}"
 
 
 def legend(names: Mapping[str, int]) -> Html:
@@ -194,15 +204,11 @@ def text_width(text: str, size: float) -> float:
 
 
 def _label(name: str, points: Sequence[tuple[int, Estimate]], y: float, unit: str) -> list[Html]:
-    """Write the name of a row, and the value of a single point beside it."""
-    if len(points) != 1:
-        return _heads(name, "", y)
-    [(_, value)] = points
-    return _heads(name, format_number(value, unit), y)
-
-
-def _heads(name: str, value: str, y: float) -> list[Html]:
-    """Write a name at the left and a value at the right; the name is cut where both have no room."""
+    """Write the name of a row, cut where it has no room, and the value of a single point at the right."""
+    value = ""
+    if len(points) == 1:
+        [(_, single)] = points
+        value = format_number(single, unit)
     room = _area("dots") + LEFT["dots"] - text_width(value, 12) - GAP
     return [
         _text((f"-{LEFT['dots']}", y), _shorten(name, room), "label"),
@@ -218,7 +224,6 @@ def draw_plot(
     y: Scale,
     axes: tuple[str, str],
     note: str = "",
-    joined: bool = True,
     diagonal: bool = False,
 ) -> Html:
     """Draw points with vertical intervals.
@@ -230,7 +235,6 @@ def draw_plot(
         y: The values that the height shows.
         axes: The titles of x and y.
         note: A sentence below the title.
-        joined: Whether a line joins the points of a series.
         diagonal: Whether a dashed line shows where x and y are equal.
     """
     height = 226
@@ -247,9 +251,8 @@ def draw_plot(
         finite = [(x(at), value) for at, value in points if isfinite(value.value)]
         drawn = []
         # the line is drawn first, below the points
-        if joined:
-            for (left, before), (right, after) in pairwise(finite):
-                drawn.append(_line((left, y(before.value)), (right, y(after.value)), "trace"))
+        for (left, before), (right, after) in pairwise(finite):
+            drawn.append(_line((left, y(before.value)), (right, y(after.value)), "trace"))
         for at, value in finite:
             hint = format_number(value)
             if y.percent:
@@ -257,10 +260,8 @@ def draw_plot(
             positions = [(at, y(figure)) for figure in value]
             drawn.append(_point(series_index, value, positions, hint))
 
-        aside = 0.0
-        if joined:
-            # side by side, so that intervals at the same value do not hide each other
-            aside = 3 * (i - (len(series) - 1) / 2)
+        # side by side, so that intervals at the same value do not hide each other
+        aside = 3 * (i - (len(series) - 1) / 2)
         moved = f"translate({aside} 0)"
         parts.append(tag("g", drawn, class_=_colour(series_index), transform=moved))
     return _figure(title, note, height, parts)
@@ -308,115 +309,6 @@ def draw_bars(
     parts = _axes(x, y, height, axes)
     parts.append(tag("g", bars, class_=_colour(series)))
     return _figure(title, note, height, parts)
-
-
-def draw_stack(
-    title: str, rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], unit: str
-) -> Html:
-    """Draw a bar for each name, cut into parts.
-
-    Args:
-        title: Stands above the figure, and names it to a screen reader.
-        rows: A name, and its parts as name and value. A part's name is a class of the style sheet.
-        unit: What stands after every number.
-    """
-    totals = []
-    for _, values in rows:
-        totals.append(sum(value for _, value in values))
-    scale = Scale.over(totals)
-
-    bars = []
-    # the top of the next row, in pixels
-    y = 0.0
-    for (name, values), total in zip(rows, totals, strict=True):
-        bars += _heads(name, f"{total:.3g} {unit}", y + 14)
-        done = 0.0
-        for part, value in values:
-            left = scale(done)
-            done += value
-            # the smallest part stays visible
-            width = max(round(scale(done) - left, 2), 0.3)
-            hint = tag("title", f"{name}: {part} {value:.3g} {unit}")
-            bar = tag(
-                "rect", hint, x=f"{left:g}%", y=y + 20, width=f"{width:g}%", height=12, class_=part
-            )
-            bars.append(bar)
-        y += 42
-    return _figure(title, "", y + 16, [_columns(scale, 18, y - 4, ""), bars], kind="dots")
-
-
-def draw_tree(title: str, shares: Mapping[Path, float]) -> Html:
-    """Draw a tree from left to right, with each node's rank among its siblings and how often it was accepted.
-
-    Args:
-        title: Stands above the figure, and names it to a screen reader.
-        shares: How often each node was accepted, the root and every node's parent included.
-    """
-    depth = max(map(len, shares))
-    column = 100 / max(depth, 1)
-    positions = {}
-    for path, row in assign_rows(shares).items():
-        positions[path] = (round(len(path) * column, 2), 22 + 36 * row)
-
-    edges = []
-    nodes = []
-    for path, (x, y) in positions.items():
-        # the root has no rank: its token is committed already
-        name = "the last committed token"
-        rank: object = "·"
-        if path:
-            name = f"ranks {', '.join(str(rank + 1) for rank in path)}"
-            rank = path[-1] + 1
-            edges.append(_edge(positions[path[:-1]], (x, y), column, shares[path]))
-        hint = tag("title", f"{name}: {shares[path]:.1%}")
-        circle = tag("circle", hint, cx=f"{x:g}%", cy=y, r=9, class_="node")
-        inside = _text((x, y + 4), rank, "rank", "middle")
-        below = _text((x, y + 20), f"{shares[path]:.0%}", "tick", "middle")
-        nodes.append(tag("g", circle, inside, below))
-
-    height = max(y for _, y in positions.values()) + 26
-    # a path has no percents: its own drawing is stretched to the figure's width
-    stretched = tag(
-        "svg",
-        edges,
-        viewBox=f"0 0 100 {height}",
-        preserveAspectRatio="none",
-        width="100%",
-        height=height,
-    )
-    # edges end at the centres of nodes, so the nodes are drawn over them
-    return _figure(title, "", height, [stretched, nodes], kind="tree")
-
-
-def _edge(
-    start: tuple[float, float], end: tuple[float, float], column: float, share: float
-) -> Html:
-    """Draw the curve from a parent to its child, wider where the target went there more often."""
-    # a cubic curve that leaves and arrives horizontally: both control points lie halfway between the columns
-    u, v = start
-    x, y = end
-    half = column / 2
-    bend = f"M{u:.1f} {v:.1f}C{u + half:.1f} {v:.1f} {x - half:.1f} {y:.1f} {x:.1f} {y:.1f}"
-    return tag("path", d=bend, class_="edge", stroke_width=round(1 + 9 * share, 1))
-
-
-def assign_rows(shares: Mapping[Path, float]) -> dict[Path, int]:
-    """Return a row for each node: a first child stays on its parent's, each sibling opens a new row below."""
-    rows: dict[Path, int] = {(): 0}
-    with_child: set[Path] = set()
-    below = 0
-    # sorted paths are in depth-first order
-    for path in sorted(shares):
-        if not path:
-            continue
-        parent = path[:-1]
-        if parent in with_child:
-            below += 1
-            rows[path] = below
-        else:
-            rows[path] = rows[parent]
-        with_child.add(parent)
-    return rows
 
 
 def _figure(

@@ -13,6 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+# bootstrap samples
+DRAWS = 2000
+# the share of the samples that an interval holds, for many clusters
+LEVEL = 0.95
 Row = Sequence[float]  # numbers that one answer adds: cycles, tokens, seconds
 Clusters = Mapping[Any, Sequence[Row]]  # the rows of every conversation
 # of the sums of the columns; a sum is a number, or a tensor [D]
@@ -67,11 +71,7 @@ def ratio(sums: Any) -> Any:
 
 
 def interval(
-    values_by_cluster: Clusters,
-    statistic: Statistic = ratio,
-    draws: int = 2000,
-    seed: int = 0,
-    level: float = 0.95,
+    values_by_cluster: Clusters, statistic: Statistic = ratio, draws: int = DRAWS
 ) -> tuple[float, float]:
     """Return the bootstrap interval of a statistic of column sums.
 
@@ -79,8 +79,6 @@ def interval(
         values_by_cluster: The rows of every conversation.
         statistic: Of the sums of the columns over all rows.
         draws: The number of bootstrap samples.
-        seed: Of the samples.
-        level: The share of the samples that the interval holds, for many clusters.
 
     Returns:
         Both ends, which are infinite for a single cluster.
@@ -89,24 +87,22 @@ def interval(
     if num_clusters < 2:
         return -inf, inf
     # whole clusters are resampled, because their rows are not independent
-    sums = draw_counts(num_clusters, draws, seed) @ column_sums(values_by_cluster)  # [D, K]
+    sums = draw_counts(num_clusters, draws) @ column_sums(values_by_cluster)  # [D, K]
     samples = statistic(sums.T)  # [D]
     # not finite where no row of a sample was counted
     samples = samples[samples.isfinite()]
     if not len(samples):
         return -inf, inf
-    tail = _tail(num_clusters, level)
+    tail = _tail(num_clusters)
     ends = torch.tensor([tail, 1 - tail], dtype=samples.dtype)
     low, high = torch.quantile(samples, ends).tolist()
     return low, high
 
 
-def estimate(
-    values_by_cluster: Clusters, statistic: Statistic = ratio, draws: int = 2000, seed: int = 0
-) -> Estimate:
+def estimate(values_by_cluster: Clusters, statistic: Statistic = ratio) -> Estimate:
     """Return the statistic of all rows, with its interval."""
     value = statistic(column_sums(values_by_cluster).sum(0))
-    low, high = interval(values_by_cluster, statistic, draws, seed)
+    low, high = interval(values_by_cluster, statistic)
     return Estimate(float(value), low, high)
 
 
@@ -115,8 +111,6 @@ def estimate_difference(
     second: Mapping[Any, Row],
     cluster: Callable[[Any], Hashable],
     statistic: Statistic = ratio,
-    draws: int = 2000,
-    seed: int = 0,
 ) -> Difference:
     """Return the second's statistic minus the first's, over the prompts that both have.
 
@@ -125,8 +119,6 @@ def estimate_difference(
         second: A row by prompt.
         cluster: Maps a prompt to its conversation.
         statistic: Of the sums of the columns.
-        draws: The number of bootstrap samples.
-        seed: Of the samples.
 
     Raises:
         ValueError: They have no prompt in common.
@@ -146,7 +138,7 @@ def estimate_difference(
     def subtract(sums: Any) -> Any:
         return statistic(sums[width:]) - statistic(sums[:width])
 
-    return Difference(estimate(rows, subtract, draws, seed), len(shared))
+    return Difference(estimate(rows, subtract), len(shared))
 
 
 def column_sums(clusters: Clusters) -> Tensor:
@@ -157,20 +149,20 @@ def column_sums(clusters: Clusters) -> Tensor:
 
 
 @lru_cache(maxsize=8)
-def draw_counts(number: int, draws: int, seed: int) -> Tensor:
+def draw_counts(number: int, draws: int) -> Tensor:
     """Return how often each bootstrap sample contains each of `number` clusters  # [D, C]"""
-    picks = torch.randint(number, (draws, number), generator=torch.Generator().manual_seed(seed))
+    picks = torch.randint(number, (draws, number), generator=torch.Generator().manual_seed(0))
     counts = torch.zeros(draws, number, dtype=torch.float64)
     return counts.scatter_add_(1, picks, torch.ones_like(counts))
 
 
-def _tail(number: int, level: float) -> float:
-    """Return the share to cut off at each end, less than (1 - level) / 2 where clusters are few.
+def _tail(number: int) -> float:
+    """Return the share to cut off at each end, less than (1 - LEVEL) / 2 where clusters are few.
 
     Percentiles of a bootstrap are too narrow by sqrt((n-1)/n) and by the thin tails of the normal distribution.
     Cutting at Φ(-t sqrt(n/(n-1))) makes up for both (Hesterberg 2015, "expanded percentile").
     """
-    z = NormalDist().inv_cdf((1 + level) / 2)
+    z = NormalDist().inv_cdf((1 + LEVEL) / 2)
     df = number - 1
     # Student's t by its expansion in 1/df (Abramowitz and Stegun 26.7.5)
     student = z + (z**3 + z) / (4 * df) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * df**2)

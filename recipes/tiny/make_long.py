@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,10 @@ from torch.nn.functional import cross_entropy
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer, LlamaForCausalLM
 
+from data_prep.chats.turns import ROLES
 from eagle.device import fastest_dtype
-from eagle.disk import apply_umask, lock_folder
 from eagle.log import script
-from recipes.tiny.make_target import perplexity
+from recipes.tiny.make_target import make_once, perplexity, write_records
 from recipes.tiny.train_target import update
 
 LONG = 8192
@@ -26,7 +25,6 @@ SHORT = 512
 STEPS = 16
 LR = 5e-4
 CONTEXTS = (512, 2048, 8000)  # tokens of the prompts
-ROLES = {"human": "user", "gpt": "assistant"}
 MARK = "<|{}|>\n{}<|end|>\n"  # a turn, as the target's chat template prints it
 Turn = dict[str, str]
 
@@ -83,12 +81,7 @@ def write_prompts(texts: list[list[Turn]], tokenizer: Any, folder: Path) -> None
             )
             turn = {"from": "human", "value": text}
             records.append({"id": f"{context}-{number}", "conversations": [turn]})
-        write_lines(folder / f"prompts-{context}.jsonl", records)
-
-
-def write_lines(path: Path, records: list[dict[str, Any]]) -> None:
-    """Write records as JSON Lines."""
-    path.write_text("\n".join(map(json.dumps, records)) + "\n")
+        write_records(folder / f"prompts-{context}.jsonl", records)
 
 
 def train(model: Any, rows: list[torch.Tensor], steps: int, bf16: bool) -> None:
@@ -104,8 +97,18 @@ def train(model: Any, rows: list[torch.Tensor], steps: int, bf16: bool) -> None:
         update(model, loss, [optimizer])
 
 
-def make_long(start: Path, out: Path, steps: int) -> dict[str, float]:
-    """Write `target/` and `data/` to `out`; return the perplexity of a long held-out sequence before and after."""
+def make_long(start: Path, out: Path, steps: int) -> dict[str, Any]:
+    """Write `target/`, `data/` and `target_report.json` to `out`, unless they are there; return the report.
+
+    It has the perplexity of a long held-out sequence before and after.
+    """
+    begun_with = json.loads((start / "target_report.json").read_text())["settings"]
+    settings = {"start": begun_with, "steps": steps}
+    return make_once(out, settings, lambda folder, _: build(start, folder, steps))
+
+
+def build(start: Path, folder: Path, steps: int) -> dict[str, Any]:
+    """Make data and model in `folder`; return the figures of the report."""
     tokenizer = AutoTokenizer.from_pretrained(start / "target")
     model = LlamaForCausalLM.from_pretrained(
         start / "target", dtype=torch.float32, attn_implementation="sdpa"
@@ -123,23 +126,16 @@ def make_long(start: Path, out: Path, steps: int) -> dict[str, float]:
     train(model, rows[::-1], steps, fastest_dtype("cpu") == torch.bfloat16)
     after = perplexity(model.eval(), heldout_row)
 
-    # Both folders are made elsewhere and then moved, so that a stopped run leaves the old ones.
-    with lock_folder(out), tempfile.TemporaryDirectory(prefix=".unfinished-", dir=out) as name:
-        folder = Path(name)
-        shutil.copytree(start / "target", folder / "target")
-        model.save_pretrained(folder / "target")
-        raise_max_length(folder / "target" / "tokenizer_config.json")
-        (folder / "data").mkdir()
-        for length in (SHORT, LONG):
-            joined = join_turns(conversations, tokenizer, length - 64)
-            records = [{"id": str(i), "conversations": turns} for i, turns in enumerate(joined)]
-            write_lines(folder / "data" / f"train-{length}.jsonl", records)
-        long_enough = [turns for turns in heldout_turns if len(turns) > 60]
-        write_prompts(long_enough, tokenizer, folder / "data")
-        apply_umask(folder)
-        for subfolder in ("data", "target"):
-            shutil.rmtree(out / subfolder, ignore_errors=True)
-            shutil.move(folder / subfolder, out / subfolder)
+    shutil.copytree(start / "target", folder / "target")
+    model.save_pretrained(folder / "target")
+    raise_max_length(folder / "target" / "tokenizer_config.json")
+    (folder / "data").mkdir()
+    for length in (SHORT, LONG):
+        joined = join_turns(conversations, tokenizer, length - 64)
+        records = [{"id": str(i), "conversations": turns} for i, turns in enumerate(joined)]
+        write_records(folder / "data" / f"train-{length}.jsonl", records)
+    long_enough = [turns for turns in heldout_turns if len(turns) > 60]
+    write_prompts(long_enough, tokenizer, folder / "data")
     return {"perplexity_before": before, "perplexity": after}
 
 

@@ -1,43 +1,329 @@
-"""Train a small chat target that sees, on pictures of shapes, and let it answer questions: minutes, no network."""
+"""Train a small chat model that sees, on pictures of shapes, and let it answer questions: minutes, no network."""
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import shutil
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
-from itertools import chain
+from itertools import product
 from pathlib import Path
-from platform import python_version
 from random import Random
 from typing import Any
 
 import torch
-from PIL import Image
+from PIL import Image, ImageDraw
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
+from torch.optim.lr_scheduler import LambdaLR
 from tqdm.auto import tqdm
+from transformers import (
+    CLIPVisionConfig,
+    GenerationConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+    PreTrainedTokenizerFast,
+)
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from eagle.device import fastest_dtype
-from eagle.disk import apply_umask
 from eagle.log import script
-from recipes.tiny import scene_chats, scenes, seeing_model, train_seeing, train_target
-from recipes.tiny.make_target import Seconds, hash_files, make_once, phase
-from recipes.tiny.scene_chats import IMAGE, Turns, make_record, words_seen
-from recipes.tiny.scenes import BACKGROUNDS, PATCH, SIDE, Scene, paint
-from recipes.tiny.seeing_model import END, PROMPT, new_model, new_processor, train_words
-from recipes.tiny.train_seeing import BATCH, EYE_STEPS, Chat, draw_chat, train, train_eyes
+from recipes.tiny import train_target
+from recipes.tiny.make_target import Record, hash_files, make_once, write_records
+from recipes.tiny.train_target import decay, make_optimizers, update
 
 OUT = "runs/seeing"
-STEPS = 900
+STEPS = 600
 IMAGES = 1350
-HELD_OUT = 54
-WORDS_FROM = 3000  # conversations that the tokenizer learns from
+HELD_OUT = 62
+BATCH = 24
+LR = 5e-3
 ANSWER_BATCH = 64
-NEW_TOKENS = 80
-TEMPERATURE = 0.7
-BLANK = Image.new("RGB", (PATCH * SIDE, PATCH * SIDE), BACKGROUNDS["white"])
+NEW_TOKENS = 64
+# the label that cross entropy leaves out
+IGNORED = -100
+PATCH = 12  # pixels
+SIDE = 3  # patches, each of which may hold a shape
+COLOURS = ("red", "green", "blue", "yellow", "purple", "black")
+# the number of corners, and by how many degrees the shape is turned
+SHAPES = {"triangle": (3, 0), "square": (4, 0), "diamond": (4, 45), "circle": (24, 0)}
+# of the patches
+PLACES = (
+    "at the top left",
+    "at the top",
+    "at the top right",
+    "on the left",
+    "in the centre",
+    "on the right",
+    "at the bottom left",
+    "at the bottom",
+    "at the bottom right",
+)
+IMAGE = "<image>"
+END = "<|end|>"
+PAD = "<pad>"
+MARKS = ["<|system|>", "<|user|>", "<|assistant|>", IMAGE]
+PROMPT = "<|user|>\n{}<|end|>\n<|assistant|>\n"  # a question, as the chat template prints it
+TEMPLATE = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>\n' }}"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
+    "{{ '<image>' if part['type'] == 'image' else part['text'] }}{% endfor %}{% endif %}{{ '<|end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+)
+TEXT: dict[str, Any] = {
+    "hidden_size": 192,
+    "intermediate_size": 512,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 3,
+    "max_position_embeddings": 1024,
+}
+VISION: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": PATCH * SIDE,
+    "patch_size": PATCH,
+}
+# the patch, the colour and the shape of each thing, in the order of patches
+Scene = tuple[tuple[int, str, str], ...]
+# a scene, a question about it, and the answer
+Chat = tuple[Scene, str, str]
+
+
+def draw_scene(random: Random) -> Scene:
+    """Return a random scene of one to three things, no two of which have both colour and shape in common."""
+    count = random.randint(1, 3)
+    patches = sorted(random.sample(range(SIDE**2), count))
+    names = random.sample(list(product(COLOURS, SHAPES)), count)
+    return tuple((patch, *name) for patch, name in zip(patches, names, strict=True))
+
+
+def paint(scene: Scene) -> Image.Image:
+    """Return the picture of a scene, on white."""
+    image = Image.new("RGB", (PATCH * SIDE, PATCH * SIDE), "white")
+    draw = ImageDraw.Draw(image)
+    for patch, colour, shape in scene:
+        x = PATCH * (patch % SIDE + 0.5)
+        y = PATCH * (patch // SIDE + 0.5)
+        corners, degrees = SHAPES[shape]
+        draw.regular_polygon((x, y, PATCH / 2), corners, rotation=degrees, fill=colour)
+    return image
+
+
+def ask(scene: Scene, random: Random) -> tuple[str, str]:
+    """Return a question about a scene, and its answer."""
+    names = [f"a {colour} {shape}" for _, colour, shape in scene]
+    shown = [f"{name} {PLACES[patch]}" for name, (patch, *_) in zip(names, scene, strict=True)]
+    patch, colour, shape = random.choice(scene)
+    filled = {filled_patch for filled_patch, *_ in scene}
+    empty = random.choice(sorted(set(range(SIDE**2)) - filled))
+    everything = " and ".join(names)
+    answers = {
+        "What do you see?": f"The picture shows {' and '.join(shown)}.",
+        "How many shapes are there?": f"I count {len(scene)}: {everything}.",
+        f"Where is the {colour} {shape}?": f"The {colour} {shape} is {PLACES[patch]} of the picture.",
+        f"What is {PLACES[patch]}?": f"There is a {colour} {shape} {PLACES[patch]}, of {everything}.",
+        f"What is {PLACES[empty]}?": f"There is nothing {PLACES[empty]}. There is {everything}.",
+    }
+    return random.choice(list(answers.items()))
+
+
+def draw_chats(random: Random, count: int, used: set[Scene]) -> list[Chat]:
+    """Return questions about scenes that differ from each other and from those in `used`, to which they are added."""
+    chats: list[Chat] = []
+    while len(chats) < count:
+        scene = draw_scene(random)
+        if scene not in used:
+            used.add(scene)
+            chats.append((scene, *ask(scene, random)))
+    return chats
+
+
+def make_processor(texts: Sequence[str]) -> Any:
+    """Return a processor of texts and pictures, with a byte-level BPE tokenizer that is trained on texts."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        special_tokens=[*MARKS, END, PAD],
+        # all bytes, so that no text has an unknown token
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    words = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=END,
+        pad_token=PAD,
+        additional_special_tokens=MARKS,
+        model_max_length=TEXT["max_position_embeddings"],
+        padding_side="left",
+    )
+    words.chat_template = TEMPLATE
+    side = PATCH * SIDE
+    pixels = CLIPImageProcessorPil(
+        size={"shortest_edge": side}, crop_size={"height": side, "width": side}
+    )
+    return LlavaProcessor(
+        pixels,
+        words,
+        chat_template=TEMPLATE,
+        image_token=IMAGE,
+        patch_size=PATCH,
+        vision_feature_select_strategy="default",
+        # the class token of the vision tower, which the model drops
+        num_additional_image_tokens=1,
+    )
+
+
+def make_model(words: Any) -> Any:
+    """Return an untrained Llava whose words and pictures enter the layers at about the same scale."""
+    ids = {
+        "bos_token_id": None,
+        "eos_token_id": words.eos_token_id,
+        "pad_token_id": words.pad_token_id,
+    }
+    config = LlavaConfig(
+        text_config=LlamaConfig(vocab_size=len(words), **ids, **TEXT),
+        vision_config=CLIPVisionConfig(**VISION),
+        image_token_index=words.convert_tokens_to_ids(IMAGE),
+        image_seq_length=SIDE**2,
+        vision_feature_layer=-1,
+        tie_word_embeddings=False,
+        **ids,
+    )
+    # at this size eager attention is faster on a CPU than the fused kernel; the choice is not saved
+    model = LlavaForConditionalGeneration._from_config(config, attn_implementation="eager")
+    for name, weight in model.named_parameters():
+        if "projector" in name and weight.ndim == 2:
+            # with the default, pictures would be much weaker than words
+            torch.nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
+        elif "embed_tokens" in name or "position_embedding" in name:
+            torch.nn.init.normal_(weight, std=0.3)
+    model.generation_config = GenerationConfig(**ids)
+    return model
+
+
+def encode_batch(chats: Sequence[Chat], processor: Any) -> dict[str, torch.Tensor]:
+    """Return conversations as a model's input with labels, padded on the right: only answers are learned."""
+    words = processor.tokenizer
+    tokens = []
+    labels = []
+    for _, question, answer in chats:
+        # a mark for each patch of the picture, which a processor writes in place of one
+        prompt = words.encode(PROMPT.format(f"{SIDE**2 * IMAGE}\n{question}"))
+        learned = words.encode(answer + END)
+        tokens.append(torch.tensor(prompt + learned))
+        labels.append(torch.tensor(len(prompt) * [IGNORED] + learned))
+    pictures = [paint(scene) for scene, *_ in chats]
+    return {
+        "input_ids": pad_sequence(tokens, batch_first=True, padding_value=words.pad_token_id),
+        "labels": pad_sequence(labels, batch_first=True, padding_value=IGNORED),
+        **processor.image_processor(pictures, return_tensors="pt"),
+    }
+
+
+def train(
+    model: Any, processor: Any, steps: int, *, random: Random, heldout: set[Scene], bf16: bool
+) -> None:
+    """Train a model in place on the answers to questions about random scenes, none of which is held out."""
+    matrices: list[torch.Tensor] = []
+    others: list[torch.Tensor] = []
+    for name, weight in model.named_parameters():
+        # what Muon is for; the rest gets AdamW
+        is_inside = weight.ndim == 2 and "embed" not in name and "lm_head" not in name
+        (matrices if is_inside else others).append(weight)
+    steppers: list[Any] = list(make_optimizers(matrices, others, LR, bf16))
+    steppers += [LambdaLR(optimizer, decay(steps)) for optimizer in steppers]
+    bar = tqdm(range(steps), desc="training", unit="step")
+    for _ in bar:
+        batch = encode_batch(draw_chats(random, BATCH, set(heldout)), processor)
+        labels = batch.pop("labels")[:, 1:]
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
+            logits = model(**batch, use_cache=False).logits[:, :-1]
+        loss = cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+        update(model, loss, steppers)
+        bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
+    model.eval()
+
+
+def answer_chats(
+    model: Any, processor: Any, chats: Sequence[Chat], *, blank: bool = False, **sampling: Any
+) -> list[str]:
+    """Return the answers that the model's own `generate` writes; `blank` hides the pictures."""
+    answers: list[str] = []
+    for start in tqdm(range(0, len(chats), ANSWER_BATCH), desc="answers", unit="batch"):
+        batch = chats[start : start + ANSWER_BATCH]
+        prompts = [PROMPT.format(f"{IMAGE}\n{question}") for _, question, _ in batch]
+        pictures = [paint(() if blank else scene) for scene, *_ in batch]
+        inputs = processor(text=prompts, images=pictures, padding=True, return_tensors="pt")
+        output = model.generate(**inputs, **sampling, max_new_tokens=NEW_TOKENS)
+        written = output[:, inputs["input_ids"].shape[1] :]
+        answers += processor.batch_decode(written, skip_special_tokens=True)
+    return answers
+
+
+def right_share(chats: Sequence[Chat], answers: Sequence[str]) -> float:
+    """Return the share of the answers that are the right ones, word for word."""
+    return sum(chat[-1] == text for chat, text in zip(chats, answers, strict=True)) / len(chats)
+
+
+def make_record(name: str, question: str, answer: str) -> Record:
+    """Return a question with its answer in the format of LLaVA's data."""
+    turns = [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
+    return {"id": name, "conversations": turns}
+
+
+def write_split(data: Path, split: str, chats: Sequence[Chat], answers: Sequence[str]) -> None:
+    """Write the records of a split and their pictures; each question begins with the mark of its picture."""
+    records = []
+    for i, ((scene, question, _), answer) in enumerate(zip(chats, answers, strict=True)):
+        picture = f"{split}-{i}.png"
+        paint(scene).save(data / "images" / picture)
+        record = make_record(f"{split}-{i}", f"{IMAGE}\n{question}", answer)
+        records.append({**record, "image": picture})
+    write_records(data / f"{split}.jsonl", records)
+
+
+def build(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """Make data and model in `folder`; return the figures of the report."""
+    seed = settings["seed"]
+    bf16 = fastest_dtype("cpu") == torch.bfloat16
+    # neither the target nor a head may be trained on a held-out scene
+    held_out_scenes: set[Scene] = set()
+    heldout = draw_chats(Random(f"{seed} heldout"), HELD_OUT, held_out_scenes)
+    chats = draw_chats(Random(f"{seed} train"), settings["images"], set(held_out_scenes))
+    processor = make_processor([f"{question}\n{answer}" for _, question, answer in chats])
+    torch.manual_seed(seed)
+    model = make_model(processor.tokenizer)
+    random = Random(f"{seed} steps")
+    train(model, processor, settings["steps"], random=random, heldout=held_out_scenes, bf16=bf16)
+    processor.save_pretrained(folder / "target")
+    model.save_pretrained(folder / "target")
+
+    right_answers = [answer for *_, answer in heldout]
+    seen = answer_chats(model, processor, heldout, do_sample=False)
+    # without seeing anything, the model can still guess
+    guessed = answer_chats(model, processor, heldout, blank=True, do_sample=False)
+    torch.manual_seed(seed)
+    own = answer_chats(model, processor, chats, do_sample=True, temperature=0.7, top_k=0)
+    data = folder / "data"
+    (data / "images").mkdir(parents=True)
+    write_split(data, "heldout", heldout, right_answers)
+    # heads learn the target's own answers
+    write_split(data, "train", chats, own)
+    questions = [question for _, question, _ in chats]
+    pairs = enumerate(zip(questions, own, strict=True))
+    write_records(data / "blind.jsonl", [make_record(f"train-{i}", *pair) for i, pair in pairs])
+    return {
+        "right_share": right_share(heldout, seen),
+        "blind_right_share": right_share(heldout, guessed),
+        "own_right_share": right_share(chats, own),
+        "parameters": model.num_parameters(),
+    }
 
 
 def make_seeing_target(
@@ -48,190 +334,12 @@ def make_seeing_target(
     `data/images` has the pictures, `train.jsonl` the target's own answers, `blind.jsonl` the same without pictures,
     `heldout.jsonl` the right ones.
     """
-    modules = (scene_chats, scenes, seeing_model, train_seeing, train_target)
-    made_with = {
-        "code": hash_files([__file__, *(str(module.__file__) for module in modules)]),
-        "python": python_version(),
-        **{
-            package: version(package)
-            for package in ("torch", "transformers", "tokenizers", "pillow")
-        },
-    }
+    packages = ("torch", "transformers", "tokenizers", "pillow")
+    made_with = {package: version(package) for package in packages}
+    made_with["code"] = hash_files([__file__, str(train_target.__file__)])
     settings = {"steps": steps, "images": images, "seed": seed, "made_with": made_with}
-    return make_once(Path(out), settings, lambda folder, begun: build(folder, begun, settings))
-
-
-def build(folder: Path, begun: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """Make data, tokenizer and model in `folder`, and the images beside `begun`; return the figures of the report."""
-    steps = settings["steps"]
-    images = settings["images"]
-    seed = settings["seed"]
-    bf16 = fastest_dtype("cpu") == torch.bfloat16
-    seconds: Seconds = {}
-    with phase(seconds, "pictures"):
-        heldout = draw_split("heldout", min(HELD_OUT, images), seed)
-        # Neither the target nor a head may be trained on a held-out scene.
-        avoid = frozenset(chat.scene for chat in heldout if chat.scene)
-        chats = draw_split("train", images, seed, avoid)
-        processor = new_processor(train_words(draw_texts(seed, avoid)))
-    with phase(seconds, "training"):
-        model, losses = train_model(processor, steps, seed, avoid=avoid, bf16=bf16, begun=begun)
-        processor.save_pretrained(folder / "target")
-        model.save_pretrained(folder / "target")
-    with phase(seconds, "measuring"):
-        right = right_share(heldout, answer_chats(model, processor, heldout))
-        # Without seeing anything, the model can still guess.
-        blind = right_share(heldout, answer_chats(model, processor, heldout, blank=True))
-    with phase(seconds, "answering"):
-        torch.manual_seed(seed)
-        answers = answer_chats(model, processor, chats, TEMPERATURE)
-    write_data(folder / "data", {"train": chats, "heldout": heldout}, answers)
-    place_images(folder / "data", begun.parent)
-    last_losses = losses[-50:]
-    return {
-        "right_share": right,
-        "blind_right_share": blind,
-        "own_right_share": right_share(chats, answers),
-        "loss": sum(last_losses) / max(1, len(last_losses)),
-        "parameters": sum(weight.numel() for weight in model.parameters()),
-        "vocabulary": len(processor.tokenizer),
-        "conversations": {"train": len(chats), "heldout": len(heldout), "seen": steps * BATCH},
-        "bf16": bf16,
-        "seconds": seconds,
-    }
-
-
-def train_model(
-    processor: Any, steps: int, seed: int, avoid: frozenset[Scene], bf16: bool, begun: Path
-) -> tuple[Any, list[float]]:
-    """Return a trained model and the losses of its language model."""
-    torch.manual_seed(seed)
-    model = new_model(processor.tokenizer)
-    # The state of a stopped run has a trained vision tower.
-    if not begun.is_file():
-        train_eyes(model, processor, min(EYE_STEPS, steps), seed, bf16=bf16)
-    losses = train(model, processor, steps, seed, avoid=avoid, bf16=bf16, begun=begun)
-    return model, losses
-
-
-def draw_texts(seed: int, avoid: frozenset[Scene]) -> Iterator[str]:
-    """Yield questions and answers for the tokenizer."""
-    random = Random(f"{seed} words")
-    for _ in range(WORDS_FROM):
-        yield from chain.from_iterable(draw_chat(random, avoid).turns)
-
-
-def draw_split(
-    split: str, images: int, seed: int, avoid: frozenset[Scene] = frozenset()
-) -> list[Chat]:
-    """Return conversations about `images` different scenes, and those without a picture that come between them."""
-    random = Random(f"{seed} {split}")
-    chats: list[Chat] = []
-    used = set(avoid)
-    while len(used) < images + len(avoid):
-        chat = draw_chat(random, used)
-        chats.append(chat)
-        if chat.scene:
-            used.add(chat.scene)
-    return chats
-
-
-def answer_chats(
-    model: Any, processor: Any, chats: Sequence[Chat], temperature: float = 0.0, blank: bool = False
-) -> list[Turns]:
-    """Return the questions with the model's own answers, which later questions follow; `blank` hides the pictures."""
-    answered: list[Turns] = [[] for _ in chats]
-    for turn in range(max(len(chat.turns) for chat in chats)):
-        # Shorter conversations are complete.
-        with_turn = [i for i, chat in enumerate(chats) if turn < len(chat.turns)]
-        starts = range(0, len(with_turn), ANSWER_BATCH)
-        for start in tqdm(starts, desc=f"answers to question {turn + 1}", unit="batch"):
-            indices = with_turn[start : start + ANSWER_BATCH]
-            prompts = [render_prompt(chats[i], answered[i]) for i in indices]
-            scenes = [chats[i].scene for i in indices]
-            pictures = [BLANK if blank else paint(scene) for scene in scenes if scene]
-            texts = generate_texts(model, processor, prompts, pictures, temperature=temperature)
-            for i, text in zip(indices, texts, strict=True):
-                question = chats[i].turns[turn][0]
-                answered[i].append((question, text))
-    return answered
-
-
-def render_prompt(chat: Chat, before: Turns) -> str:
-    """Return the next question of a conversation after the earlier turns, as the chat template prints them."""
-    text = ""
-    for question, answer in before:
-        text += PROMPT.format(question) + answer + END + "\n"
-    text += PROMPT.format(chat.turns[len(before)][0])
-    if chat.scene:
-        text = text.replace("<|user|>\n", f"<|user|>\n{IMAGE}\n", 1)
-    return text
-
-
-def generate_texts(
-    model: Any, processor: Any, prompts: list[str], pictures: list[Image.Image], temperature: float
-) -> list[str]:
-    """Return what the model's own `generate` writes after each prompt."""
-    inputs = processor(text=prompts, images=pictures or None, padding=True, return_tensors="pt")
-    sampling: dict[str, Any] = {"do_sample": False}
-    if temperature:
-        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0}
-    output = model.generate(**inputs, **sampling, max_new_tokens=NEW_TOKENS)
-    answers = output[:, inputs["input_ids"].shape[1] :]
-    return processor.batch_decode(answers, skip_special_tokens=True)
-
-
-def right_share(chats: Sequence[Chat], own: Sequence[Turns]) -> float:
-    """Return the share of colours and forms in right or own answers that are in both, without words of the question."""
-    right = 0
-    total = 0
-    for chat, turns in zip(chats, own, strict=True):
-        if chat.scene is None:
-            continue
-        for (question, right_answer), (_, answer) in zip(chat.turns, turns, strict=True):
-            expected = words_seen(question, right_answer)
-            actual = words_seen(question, answer)
-            right += (Counter(expected) & Counter(actual)).total()
-            total += max(len(expected), len(actual))
-    return right / max(1, total)
-
-
-def write_data(folder: Path, splits: dict[str, Sequence[Chat]], own: Sequence[Turns]) -> None:
-    """Write the records of both splits with their images, and those to train on without images too."""
-    (folder / "images").mkdir(parents=True)
-    num_images = 0
-    for split, chats in splits.items():
-        records = []
-        for i, chat in enumerate(chats):
-            name = None
-            if chat.scene:
-                name = f"{num_images:05d}.png"
-                num_images += 1
-                paint(chat.scene).save(folder / "images" / name)
-            # Heads learn the target's own answers; held-out ones are only compared.
-            turns = own[i] if split == "train" else chat.turns
-            records.append(make_record(f"{split}-{i}", turns, name))
-        write_lines(folder / f"{split}.jsonl", records)
-    write_lines(
-        folder / "blind.jsonl",
-        [make_record(f"train-{i}", turns, None) for i, turns in enumerate(own)],
-    )
-
-
-def write_lines(path: Path, records: list[dict[str, Any]]) -> None:
-    """Write records as JSON Lines in ASCII."""
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-
-
-def place_images(folder: Path, out: Path) -> None:
-    """Move images and blind records to where the other files will be."""
-    # From here on an earlier target is no longer complete.
-    (out / "target_report.json").unlink(missing_ok=True)
-    shutil.rmtree(out / "data" / "images", ignore_errors=True)
-    (out / "data").mkdir(exist_ok=True)
-    apply_umask(folder)
-    for name in ("images", "blind.jsonl"):
-        os.replace(folder / name, out / "data" / name)
+    # training takes minutes, so that a stopped one begins again
+    return make_once(Path(out), settings, lambda folder, _: build(folder, settings))
 
 
 def main(argv: list[str]) -> None:
@@ -247,18 +355,9 @@ def main(argv: list[str]) -> None:
     if min(args.steps, args.images) < 1:
         parser.error(f"got --steps {args.steps} and --images {args.images}, expected at least 1")
     report = make_seeing_target(args.out, args.steps, args.images, args.seed)
-    counts = ", ".join(f"{count:,} {name}" for name, count in report["conversations"].items())
     print(
-        f"{report['parameters'] / 1e6:.1f} M parameters, {report['vocabulary']} tokens; conversations: {counts}"
-    )
-    print(f"loss {report['loss']:.3f} at the end")
-    print(
-        f"colours and forms in held-out answers: {report['right_share']:.0%} right, of blank pictures "
-        f"{report['blind_right_share']:.0%}; in its own answers to learn from {report['own_right_share']:.0%}"
-    )
-    print(
-        "CPU seconds: "
-        + ", ".join(f"{name} {time['cpu']:.0f}" for name, time in report["seconds"].items())
+        f"{report['parameters'] / 1e6:.1f} M parameters; held-out answers: {report['right_share']:.0%} right, of blank "
+        f"pictures {report['blind_right_share']:.0%}; its own answers to learn from: {report['own_right_share']:.0%}"
     )
 
 

@@ -183,10 +183,12 @@ def read_report(out: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
 def publish(folder: Path, out: Path) -> None:
     """Move a finished build into place; the old report is removed first and the new one moved last."""
     (out / "target_report.json").unlink(missing_ok=True)
-    shutil.rmtree(out / "target", ignore_errors=True)
     (out / "data").mkdir(exist_ok=True)
-    for name in ("target", "data/train.jsonl", "data/heldout.jsonl", "target_report.json"):
-        os.replace(folder / name, out / name)
+    for path in (folder / "target", *(folder / "data").iterdir(), folder / "target_report.json"):
+        place = out / path.relative_to(folder)
+        # a folder, as of images, cannot be replaced in one step
+        shutil.rmtree(place, ignore_errors=True)
+        os.replace(path, place)
 
 
 def build(folder: Path, begun: Path, settings: dict[str, Any]) -> dict[str, Any]:
@@ -214,10 +216,8 @@ def build(folder: Path, begun: Path, settings: dict[str, Any]) -> dict[str, Any]
     with phase(seconds, "measuring"):
         answers = greedy_answers(model, tokenizer, splits["heldout"])
         model_perplexity = perplexity(model, heldout_rows)
-        baseline_perplexity = bigram_perplexity(train_rows, heldout_rows, len(tokenizer))
     return {
         "perplexity": model_perplexity,
-        "bigram_perplexity": baseline_perplexity,
         "loop_share": sum(map(ends_in_loop, answers)) / len(answers),
         "mean_answer_tokens": sum(map(len, answers)) / len(answers),
         "parameters": sum(weight.numel() for weight in model.parameters()),
@@ -284,31 +284,6 @@ def perplexity(model: Any, rows: torch.Tensor) -> float:
     return math.exp(sum(losses) / len(losses))
 
 
-def bigram_perplexity(
-    seen: torch.Tensor, rows: torch.Tensor, vocabulary: int, discount: float = 0.75
-) -> float:
-    """Return the perplexity of a bigram model with interpolated Kneser-Ney smoothing, fitted on `seen`.
-
-    p(b | a) = (max(c(a b) - d, 0) + d * N(a .) * p(b)) / c(a), where p(b) is proportional to N(. b) + 1, c counts
-    occurrences, and N counts different neighbours. After an unseen token it is p(b).
-    """
-    pair_ids = seen[:, :-1] * vocabulary + seen[:, 1:]
-    pairs = torch.bincount(pair_ids.flatten(), minlength=vocabulary**2).view(vocabulary, vocabulary)
-    occurrences = pairs.sum(1)
-    num_followers = (pairs > 0).sum(1)
-    num_predecessors = (pairs > 0).sum(0)
-    unigram = (num_predecessors + 1) / (num_predecessors + 1).sum()
-    # The tokens a and b of each pair that is judged.
-    first = rows[:, :-1].flatten()
-    second = rows[:, 1:].flatten()
-    numerator = (pairs[first, second] - discount).clamp(min=0) + discount * num_followers[
-        first
-    ] * unigram[second]
-    bigram = numerator / occurrences[first].clamp(min=1)
-    likelihood = torch.where(occurrences[first] > 0, bigram, unigram[second])
-    return math.exp(-likelihood.double().log().mean().item())
-
-
 def greedy_answers(model: Any, tokenizer: Any, records: Sequence[Record]) -> list[list[int]]:
     """Return the model's answers to the first question of every `PROMPT_EVERY`th record, without padding."""
     questions = [record["conversations"][0]["value"] for record in records[::PROMPT_EVERY]]
@@ -348,9 +323,7 @@ def main(argv: list[str]) -> None:
     for split, counts in report["docstrings"].items():
         print(f"{split}: " + ", ".join(f"{count:,} {name}" for name, count in counts.items()))
     print(f"{parameters}, {report['tokens']['seen']:,} tokens seen")
-    print(
-        f"held-out perplexity {report['perplexity']:.1f}, of a bigram {report['bigram_perplexity']:.1f}"
-    )
+    print(f"held-out perplexity {report['perplexity']:.1f}")
     print(f"{report['loop_share']:.0%} of greedy answers end in a loop")
     print(
         "seconds: "

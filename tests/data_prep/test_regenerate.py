@@ -22,7 +22,6 @@ from data_prep.conversations import read_conversations
 from data_prep.dialogues import ENDED_EARLY, Jobs
 from data_prep.parts import begin, is_whole, join_parts
 from data_prep.regenerate import (
-    as_begun,
     check_section,
     main,
     make_answerer,
@@ -377,15 +376,6 @@ def test_what_fails_is_counted_and_tried_again(
         assert len(asked) == 2
         main([*command, "--without-failed"])
     assert len(read_records(tmp_path / "out.jsonl")) == COUNT - 1
-
-
-def test_truncated_answers_are_kept_as_the_file_was_begun(tmp_path: Path) -> None:
-    """A file begun without them goes on without them, unless the recipe says otherwise."""
-    out = tmp_path / "out.jsonl"
-    assert as_begun(section_of(out), out).keep_truncated
-    begin(out, {"sampling": {"keep_truncated": False}})
-    assert not as_begun(section_of(out), out).keep_truncated
-    assert as_begun(section_of(out, keep_truncated=True), out).keep_truncated
 
 
 def test_what_other_settings_made_is_refused(tmp_path: Path) -> None:

@@ -52,6 +52,13 @@ SECTIONS: dict[str, dict[str, Any]] = {
         "rank": 8,
         "taps": (1, 2),
     },
+    "xpress": {
+        "kind": "xpress",
+        "blocks": 1,
+        "slots": 4,
+        "rank": 8,
+        "taps": (1, 2),
+    },
     "mtp": {"kind": "mtp", "start": "random"},
     "medusa": {"kind": "medusa", "levels": 3},
 }
@@ -204,6 +211,11 @@ FAULTS: list[tuple[str, Edit, str]] = [
         "dspark",
         swap("markov_head.markov_w1.weight", "markov_head.markov_w2.weight"),
         "markov_head.markov_w1 and",
+    ),
+    (
+        "xpress",
+        swap("refiner_head.down_h.weight", "refiner_head.down_g.weight"),
+        "refiner_head.down_h and",
     ),
     ("mtp", swap_halves("eh_proj.weight"), "eh_proj takes [state; embedding], expected"),
     ("medusa", swap("blocks.0.0.weight", "blocks.2.0.weight"), ""),

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import subprocess
 import sys
 import time
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -21,7 +20,6 @@ from eval.compare import main
 from eval.comparison import curves
 from eval.comparison.compare_plan import Comparison
 from eval.comparison.compare_rows import Rows
-from eval.comparison.curve_figure import draw_curves
 
 ROOT = Path(__file__).parents[2]
 # tokens that heads learn from: a few steps each
@@ -100,10 +98,12 @@ def test_the_report_has_points_pairs_and_a_figure(done: Comparison) -> None:
 
     assert heading in (done.folder / "comparison.md").read_text()
 
-    drawing = ElementTree.parse(done.folder / "curves.svg").getroot()
-    shown = [text.text for text in drawing.iter("{http://www.w3.org/2000/svg}text")]
-    assert shown.count("eagle1") == shown.count("slow") == len(columns)
-    assert "0.2 k" in shown
+    drawing = (done.folder / "curves.html").read_text()
+    # one colour for a curve in all figures, which the legend names once
+    assert drawing.count("<span>eagle1</span>") == drawing.count("<span>slow</span>") == 1
+    assert drawing.count('class="point"') == 2 + len(columns) * 2 * len(COUNTS)
+    assert drawing.count('class="trace"') == len(columns) * 2 * (len(COUNTS) - 1)
+    assert all(f">{count}<" in drawing for count in COUNTS)
 
 
 @pytest.mark.parametrize(
@@ -240,26 +240,26 @@ def test_intervals_are_those_of_a_naive_bootstrap() -> None:
     assert samples[1:].quantile(ends).tolist() == pytest.approx(expected, abs=0.04)
 
 
-def test_names_in_a_figure_do_not_cover_one_another() -> None:
-    """The names of curves that end at one height are moved apart, and names are escaped."""
-    ends = []
-    for tokens in (1000, 2_000_000):
-        ends.append({"tokens": tokens, "value": 2.0, "low": 1.9, "high": 2.1})
-    # nine curves with the same points
-    same = {f"m{i}": {"points": ends} for i in range(9)}
-    drawing = draw_curves([{"column": "a < b", "curves": same}])
-    heights = []
-    for element in ElementTree.fromstring(drawing).iter():
-        if (element.text or "").startswith("m"):
-            heights.append(float(element.attrib["y"]))
+def test_points_stand_where_their_tokens_and_lengths_are() -> None:
+    """The axis of tokens is logarithmic, a missing curve leaves no colour, and names are escaped."""
+    points = [
+        {"tokens": 1000 * 2**doubling, "value": tau, "low": tau - 0.5, "high": tau + 0.5}
+        for doubling, tau in ((0, 1.5), (2, 2.0), (4, 2.5))
+    ]
+    first = {"column": "a < b", "curves": {"long": {"points": points}}}
+    second = {"column": "c", "curves": {"short": {"points": points[:1]}}}
+    drawing = curves.draw_curves([first, second, {"column": "empty", "curves": {}}])
+    marks = re.findall(r'<svg x="([0-9.]+)%" y="([0-9.]+)">', drawing)
 
-    assert len(heights) == 9
-
-    for first, second in pairwise(sorted(heights)):
-        assert second - first >= 12
+    # over 4 doublings, then the single point of the second curve
+    assert [float(x) for x, _ in marks] == [0, 50, 100, 0]
+    heights = [float(y) for _, y in marks[:3]]
+    assert heights[0] - heights[1] == pytest.approx(heights[1] - heights[2])
+    assert heights[0] > heights[1]
     assert "a &lt; b" in drawing
-    assert "2 M" in drawing
-    assert draw_curves([]).startswith("<svg")
+    assert "empty" not in drawing
+    assert ">16,000<" in drawing
+    assert drawing.count("<figure>") == 2
 
 
 @pytest.mark.slow

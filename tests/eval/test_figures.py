@@ -17,8 +17,6 @@ from eval.result_files.figures import (
     draw_bars,
     draw_dots,
     draw_plot,
-    draw_stack,
-    draw_tree,
     text_width,
 )
 from eval.result_files.statistics import Estimate
@@ -30,8 +28,6 @@ ANCHORS = {"start": 0.0, "middle": 0.5, "end": 1.0}
 LONG = Estimate(123.45, 101.23, 145.67)
 NAMES = ("ngram", "eagle1 with a name that is longer than a phone is wide", "W" * 40)
 
-CHAIN = {(0,) * length: 1.0 for length in range(9)}
-SIBLINGS = {(rank,): 0.1 for rank in range(7)}
 CASES = {
     "dots": draw_dots(
         "t",
@@ -60,8 +56,6 @@ CASES = {
     "speeds": draw_plot(
         "t", [], x=Scale(0, 99999), y=Scale(0, 99999), axes=("predicted", "measured")
     ),
-    "stack": draw_stack("t", [(name, [("draft", 54321.0)]) for name in NAMES], "ms"),
-    "tree": draw_tree("t", CHAIN | SIBLINGS),
 }
 
 
@@ -99,7 +93,7 @@ def test_labels_do_not_collide(case: str) -> None:
         across = min(one[2], other[2]) - max(one[1], other[1])
         down = min(one[4], other[4]) - max(one[3], other[3])
         assert across <= 0 or down <= 0, (one, other)
-    kind = re.findall('class="(plot|dots|tree)"', CASES[case])[0]
+    kind = re.findall('class="(plot|dots)"', CASES[case])[0]
     for text, left, right, *_ in found:
         assert left >= -LEFT[kind] - 8, text
         assert right <= WIDTH - LEFT[kind] + 8, text

@@ -21,7 +21,6 @@ from eval.page.page_acceptance import (
     bin_confidences,
     break_even,
     by_position,
-    most_used_nodes,
 )
 from eval.page.page_parts import ReportData, labels
 from eval.page.page_speed import mean_milliseconds, points_by_size
@@ -51,10 +50,7 @@ FIGURES = {
     "task": 4,
     "position": 4,
     "length": 6,
-    "time": 2,
-    "theory": 2,
     "calibration": 2,
-    "nodes": 6,
     "answers": 2,
     "context": 2,
 }
@@ -200,7 +196,7 @@ def test_missing_data_is_said_in_words() -> None:
     # committed before rows recorded their cycles
     made = Parsed(page([ROOT / "docs/results/tiny_eagle1.jsonl"]))
     assert list(made.sections)[1:] == ["made", "headline", "comparison", "lossless", "missing"]
-    titles = ("by position", "per cycle", "Predicted", "Calibration", "nodes", "answers", "Time")
+    titles = ("by position", "per cycle", "Predicted", "Calibration", "answers", "Time")
     for title in (*titles, "holds no cycles", "eval.batch_size=[1, 4, 16] adds batches"):
         assert title in made.sections["missing"]
     assert "eagle measure RECIPE --verify adds a certificate" in made.sections["lossless"]
@@ -226,7 +222,7 @@ def test_no_section_is_empty_or_a_single_point(tmp_path: Path) -> None:
         ({"comparison"}, ["eagle1"], 9, {}),
         ({"comparison"}, both, 1, {}),
         ({"comparison"}, ["eagle1"], 1, {}),
-        ({"position", "length", "context", "theory", "calibration", "nodes"}, both, 9, nothing),
+        ({"position", "length", "context", "theory", "calibration"}, both, 9, nothing),
     ]
 
     for absent, drafters, conversations, changed in cases:
@@ -238,9 +234,9 @@ def test_no_section_is_empty_or_a_single_point(tmp_path: Path) -> None:
         # every section has a figure, a table or a list
         for section in re.findall(r"<section.*?</section>", source, re.DOTALL):
             assert re.search("<figure|<table|<li|<dl|identical to plain", section), (case, section)
-        # all but bars, trees and answers draw marks
+        # all but bars and answers draw marks
         for figure in re.findall(r"<figure>.*?</figure>", source, re.DOTALL):
-            drawn = len(re.findall('class="(?:point|bar|node|kept|own|target)"', figure))
+            drawn = len(re.findall('class="(?:point|bar|kept|own)"', figure))
             assert drawn > 1, (case, figure)
 
 
@@ -393,8 +389,7 @@ def test_lengths_and_time_are_means_over_cycles(groups: Groups) -> None:
         fmean(sum(cycle["seconds"].values()) for cycle in groups[name, 0.0].cycles)
         for name in ("eagle1", "none")
     )
-    milliseconds = [value for _, value in mean_milliseconds(group)]
-    assert sum(milliseconds) == pytest.approx(1000 * drafting)
+    assert sum(mean_milliseconds(group)) == pytest.approx(1000 * drafting)
     assert break_even(group) == pytest.approx(drafting / plain)
 
 
@@ -450,27 +445,6 @@ def test_calibration_counts_every_token_once(groups: Groups) -> None:
 
     accepted = fmean(accepted.value for _, accepted in bins)
     assert accepted == pytest.approx(fmean(accepted for _, accepted in tokens), abs=0.01)
-
-
-def test_the_most_used_nodes_are_a_tree(groups: Groups) -> None:
-    """Each node has the share of cycles that accepted it and its parent, and no other node has a larger share."""
-    group = groups["eagle1", 0.0]
-    counts: dict[tuple[int, ...], int] = defaultdict(int)
-    for cycle in group.cycles:
-        path = cycle["path"]
-        for length in range(len(path) + 1):
-            counts[tuple(path[:length])] += 1
-
-    shares = most_used_nodes(group)
-
-    assert len(shares) == 17
-
-    for node in shares:
-        assert shares[node] == pytest.approx(counts[node] / len(group.cycles))
-        assert node[:-1] in shares
-
-    others = [counts[node] for node in counts.keys() - shares]
-    assert max(others) / len(group.cycles) <= min(shares.values())
 
 
 def test_equal_drafters_are_not_ranked(results: Path, tmp_path: Path) -> None:

@@ -32,7 +32,6 @@ from eval.prompts import questions
 from eval.replay import Answer, answer, plain, rates_by_rank, record_cycles, replay
 from eval.result_files.write_results import cycle_of
 from eval.tune import NOT_DRAFTING, Trial, Tuning, chain, search
-from eval.tune_policy import replay_policy
 
 # an untrained head of the suite's tiny target
 from tests.drafters.recurrent.test_eagle1 import head as head
@@ -282,20 +281,6 @@ def test_every_kind_of_drafter_has_a_price(
     assert trial.seconds > reading
 
 
-def test_a_policy_is_charged_for_its_cycles(
-    target: Target, answers: list[Answer], loops: list[Answer]
-) -> None:
-    """Where drafting is free it wins; where nothing can pay it is within a few cycles of no draft."""
-    # n-grams cost nothing, but each read token does
-    dear = prices((1, 4, 16, 61), (0, 0, 0, 0))
-    for costs, told, least, most in ((FREE, loops, 5.0, 9.0), (dear, answers, 0.8, 1.01)):
-        tokens, seconds = replay_policy(
-            target, NgramDrafter(), told, costs=costs, budget=chain(8), draft_seconds=0.0
-        )
-        assert tokens == sum(one.length - 1 for one in told)
-        assert least < tokens / seconds < most
-
-
 @pytest.fixture
 def tuned(recipe: Recipe, head: Eagle1, tmp_path: Path) -> list[str]:
     """A command line for the untrained head in a folder of its own, with few questions of two tasks."""
@@ -338,13 +323,12 @@ def test_the_command_says_what_pays_and_writes_it(
     for name, weight in load_head(folder).state_dict().items():
         zeros[name] = torch.zeros_like(weight)
     save_file(zeros, folder / "model.safetensors")
-    options = ["eval.temperatures=[0.0]", "eval.goodput_policy=true", "--write", "--exhaustive"]
+    options = ["eval.temperatures=[0.0]", "--write", "--exhaustive"]
     tune.main([*tuned, *options])
     said = capsys.readouterr().out
     for words in (
         "does not pay on this machine",
         "break-even",
-        "policy, chains of 0 to 2: modelled speedup",
     ):
         assert words in said
 

@@ -93,6 +93,12 @@ HEADS = {
         norm="norm.weight",
         wrong_taps=WRONG_OUTPUTS,
     ),
+    "an XPress head": Planted(
+        block_heads.xpress(),
+        filled="xpress_head.in_proj.weight",
+        norm="hidden_norm.weight",
+        wrong_taps=WRONG_OUTPUTS,
+    ),
     "a layer of multi-token prediction (MTP)": Planted(
         block_heads.deepseek(),
         filled="model.layers.3.eh_proj.weight",

@@ -134,6 +134,11 @@ DECODED: dict[str, dict[str, Any]] = {
         "kind": "dspark",
         "markov": "domino",
     },
+    "xpress, from the anchor": {
+        "kind": "xpress",
+        "sample_from_anchor": True,
+        "passes": 2,
+    },
 }
 # and switches that change what is learned or written
 HEADS = {
@@ -147,6 +152,11 @@ HEADS = {
     "dspark, draft vocabulary": {
         "kind": "dspark",
         "draft_vocab": 12,
+    },
+    "xpress, draft vocabulary": {
+        "kind": "xpress",
+        "draft_vocab": 12,
+        "divisor": "reached",
     },
     "eagle1 as published": {
         "kind": "eagle1",

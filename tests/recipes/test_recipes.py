@@ -215,11 +215,16 @@ def count_by_hand(settings: Any, sizes: dict[str, Any]) -> int:
         # norms of token, state and output
         return fused + layer + 3 * width
 
-    if kind in ("dflash", "dspark"):
+    if kind in ("dflash", "dspark", "xpress"):
         # five states are joined; queries and keys have norms
         body = 5 * width * width + settings.blocks * (layer + 2 * sizes["head_dim"]) + 2 * width
         if kind == "dflash":
             return body
+        rank = settings.rank
+        if kind == "xpress":
+            # two matrices of a bias, what reads states, codes and slots, and an MLP of three matrices
+            narrow = 2 * width + 3 * rank + settings.slots**2 + 3 * settings.mlp_ratio * rank
+            return body + (2 * sizes["vocab_size"] + narrow) * rank
         # two matrices of a bias, and what rates a state and a token
         return body + (2 * sizes["vocab_size"] + 1) * settings.rank + width + 1
 

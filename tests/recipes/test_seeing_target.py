@@ -10,11 +10,26 @@ import pytest
 import torch
 
 from eagle import Sampling, Target, generate, load_drafter
-from recipes.tiny.make_seeing_target import draw_split, make_seeing_target, right_share, write_data
-from recipes.tiny.scene_chats import KINDS, words_seen
-from recipes.tiny.scenes import PATCH, SIDE, Scene, Thing, draw_scene, paint
-from recipes.tiny.seeing_model import TEMPLATE, train_words
-from recipes.tiny.train_seeing import IGNORED, Chat, encode_chat, label_patches
+from recipes.tiny.make_seeing_target import (
+    COLOURS,
+    HELD_OUT,
+    IGNORED,
+    PATCH,
+    PLACES,
+    SHAPES,
+    SIDE,
+    TEMPLATE,
+    Chat,
+    Scene,
+    ask,
+    draw_chats,
+    draw_scene,
+    encode_batch,
+    make_processor,
+    make_seeing_target,
+    paint,
+    right_share,
+)
 from tests.eval.jsonl_files import read_lines
 
 # hardly trained: what it answers does not matter here
@@ -41,21 +56,15 @@ def test_records_name_images_that_exist(seeing_dir: Path) -> None:
     named = []
     for split in ("train", "heldout"):
         for record in read_lines(seeing_dir / f"data/{split}.jsonl"):
-            turns = record["conversations"]
-            assert [turn["from"] for turn in turns] == ["human", "gpt"] * (len(turns) // 2)
-
-            texts = "".join(turn["value"] for turn in turns)
-            has_image = "image" in record
-            assert texts.startswith("<image>\n") == has_image
-            assert texts.count("<image>") == has_image
-
-            if has_image:
-                named.append(record["image"])
+            question, answer = record["conversations"]
+            assert (question["from"], answer["from"]) == ("human", "gpt")
+            assert question["value"].startswith("<image>\n")
+            named.append(record["image"])
 
     images = (seeing_dir / "data/images").iterdir()
 
     assert sorted(named) == sorted(path.name for path in images)
-    assert len(named) == 2 * IMAGES
+    assert len(named) == IMAGES + HELD_OUT
 
     # nothing else is written
     files = {path.name for path in seeing_dir.iterdir()}
@@ -92,86 +101,83 @@ def test_the_template_prints_texts_and_parts(target: Target) -> None:
     assert target.tokenizer.chat_template == TEMPLATE
 
 
-def write_splits(folder: Path, seed: int) -> dict[str, bytes]:
-    """Write data of a seed, check that no scene is in both splits, and return the files."""
-    # training avoids the scenes that are held out
-    heldout = draw_split("heldout", 20, seed)
-    avoided = frozenset(chat.scene for chat in heldout if chat.scene)
-    train = draw_split("train", 40, seed, avoided)
-    scenes = [chat.scene for chat in train + heldout if chat.scene]
-
-    assert len(scenes) == len(set(scenes)) == 60
-
-    write_data(folder, {"train": train, "heldout": heldout}, [chat.turns for chat in train])
+def read_files(folder: Path) -> dict[str, bytes]:
+    """Return the files of a folder by their paths in it."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
-def test_data_are_the_same_for_the_same_seed(tmp_path: Path) -> None:
-    """Records and images agree to the byte; another seed draws others."""
-    first = write_splits(tmp_path / "first", 0)
-    assert write_splits(tmp_path / "again", 0) == first
-    assert write_splits(tmp_path / "other", 1) != first
+def test_data_and_weights_are_the_same_for_the_same_seed(seeing_dir: Path, tmp_path: Path) -> None:
+    """Records, images and model agree to the byte; another seed draws others."""
+    made = {}
+    for seed in (0, 1):
+        make_seeing_target(tmp_path / str(seed), STEPS, IMAGES, seed)
+        made[seed] = read_files(tmp_path / str(seed) / "data")
+    first = read_files(seeing_dir / "data")
+    weights = "target/model.safetensors"
+
+    assert made[0] == first
+    assert made[1]["train.jsonl"] != first["train.jsonl"]
+    assert (tmp_path / "0" / weights).read_bytes() == (seeing_dir / weights).read_bytes()
+
+
+def test_no_scene_is_drawn_twice() -> None:
+    """Scenes differ from each other and from those that are held out."""
+    heldout: set[Scene] = set()
+    draw_chats(Random(0), 20, heldout)
+    used = set(heldout)
+    scenes = {scene for scene, *_ in draw_chats(Random(0), 40, used)}
+
+    assert len(heldout) == 20
+    assert len(scenes) == 40
+    assert scenes.isdisjoint(heldout)
+    assert used == scenes | heldout
 
 
 def test_answers_name_only_what_is_in_the_picture() -> None:
-    """Every kind of question is answered with shapes and colours of its scene, in 8 to 50 words."""
+    """Every question is answered with shapes and colours of its scene."""
     random = Random(0)
+    words = {*COLOURS, *SHAPES}
     for _ in range(300):
         scene = draw_scene(random)
-        words = {thing.colour for thing in scene.things} | {thing.shape for thing in scene.things}
-        for name, (_, ask) in KINDS.items():
-            question, text = ask(scene, random)
-            assert set(words_seen(question, text)) <= words, name
-            assert 8 <= len(text.split()) <= 50, text
+        names = [word for _, *name in scene for word in name]
+        _, text = ask(scene, random)
+        said = words & set(text.translate(str.maketrans(".,:", "   ")).split())
+        assert said
+        assert said <= set(names)
 
 
-def test_a_scene_is_painted_and_labelled_where_it_says() -> None:
-    """A large red square at the bottom left of a white picture."""
-    scene = Scene((Thing(2, 0, "large", "red", "square", (0, 0)),), "white")
-    _, text = KINDS["describe"][1](scene, Random(0))
-
-    assert text.lower().count("at the bottom left") == 1
-
+def test_a_scene_is_painted_where_it_says() -> None:
+    """A red square at the bottom left of a white picture."""
+    scene: Scene = ((6, "red", "square"),)
     picture = paint(scene)
-    red = picture.getpixel((PATCH // 2, 4 * PATCH + PATCH // 2))
-    assert red == (225, 45, 45)
-    assert picture.getpixel((2 * PATCH, 2 * PATCH)) == (250, 250, 250)
-
-    # [row of patches, column, label]
-    labels = label_patches(scene).view(SIDE, SIDE, 5)
-    expected = torch.tensor([[1, 0, 1, 4, 0], [4, 6, 2, 0, 3]])
-    assert torch.equal(labels[[4, 0], [0, 3]], expected)
+    assert picture.getpixel((PATCH // 2, 2 * PATCH + PATCH // 2)) == (255, 0, 0)
+    for patch in set(range(SIDE**2)) - {6}:
+        corner = (PATCH * (patch % SIDE) + PATCH // 2, PATCH * (patch // SIDE) + PATCH // 2)
+        assert picture.getpixel(corner) == (255, 255, 255)
+    assert PLACES[6] == "at the bottom left"
 
 
 def test_only_answers_and_their_ends_are_learned() -> None:
-    """The labels of a conversation are its answers, each with the end of its turn."""
-    chat = Chat([("What is it?", "A red circle."), ("Where?", "On the left.")], None)
-    messages = []
-    for question, text in chat.turns:
-        messages.append({"role": "user", "content": question})
-        messages.append({"role": "assistant", "content": text})
+    """The labels of a conversation are its answer with the end of its turn."""
+    chat: Chat = (((0, "red", "circle"),), "What is it?", "A red circle.")
+    processor = make_processor(chat[1:])
+    batch = encode_batch([chat], processor)
+    learned = batch["labels"][batch["labels"] != IGNORED]
+    assert processor.tokenizer.decode(learned) == "A red circle.<|end|>"
 
-    words = train_words(message["content"] for message in messages)
-    tokens, labels = encode_chat(chat, Random(0), words)
-    learned = [label for label in labels if label != IGNORED]
+    # the tokens are those that the processor makes of the template
+    parts = [{"type": "image"}, {"type": "text", "text": "\nWhat is it?"}]
+    prompt = processor.apply_chat_template(
+        [{"role": "user", "content": parts}], add_generation_prompt=True
+    )
+    expected = processor(text=prompt, images=[paint(chat[0])], return_tensors="pt")
+    num_learned = len(learned)
+    assert torch.equal(batch["input_ids"][:, :-num_learned], expected["input_ids"])
+    assert torch.equal(batch["pixel_values"], expected["pixel_values"])
 
-    assert words.decode(learned) == "A red circle.<|end|>On the left.<|end|>"
-    assert tokens == words.apply_chat_template(messages, return_dict=False)
 
-
-@pytest.mark.parametrize(
-    ("text", "share"),
-    [
-        ("The circle is red. A blue square is near.", 1.0),
-        ("The circle is green.", 0.0),
-        ("It is red.", 1 / 3),
-        ("It is red and blue and green, a square, a cross.", 3 / 5),
-    ],
-)
-def test_the_share_that_is_right_counts_missing_and_extra_words(text: str, share: float) -> None:
-    """Words of the question do not count, and neither do questions without a picture."""
-    question = ("Where is the circle?", "The circle is red. A blue square is near.")
-    about_a_picture = Chat([question], draw_scene(Random(0)))
-    chats = [about_a_picture, Chat([("What is green?", "Grass is green.")], None)]
-    assert right_share(chats, [[("", text)], [("", "Red.")]]) == pytest.approx(share)
+def test_an_answer_is_right_word_for_word() -> None:
+    """One of two answers is the right one."""
+    chats: list[Chat] = [((), "Where?", "Here."), ((), "What?", "A red circle.")]
+    assert right_share(chats, ["Here.", "A blue circle."]) == 0.5

@@ -259,6 +259,11 @@ class InjectedHead(CompiledParts, ReducedVocab, TrainableDrafter):
         return 0 if self.settings.sample_from_anchor else 1
 
     @property
+    def first_state(self) -> int:
+        """The first slot of a block whose state is used; usually that of the root is not if it predicts nothing."""
+        return self.first_slot
+
+    @property
     def levels(self) -> int:
         """The number of levels that one forward gives, one token each."""
         return int(self.settings.slots) - self.first_slot
@@ -438,8 +443,7 @@ class InjectedHead(CompiledParts, ReducedVocab, TrainableDrafter):
                 drafted=self.drafted_in_window,
             )
             state = self._run(add_rows, block, attended.flatten(1, 2), residual)
-        # without the root's slot if that predicts nothing
-        states: Tensor = self.norm(state).unflatten(0, (-1, size))[:, self.first_slot :]
+        states: Tensor = self.norm(state).unflatten(0, (-1, size))[:, self.first_state :]
         return states
 
     def _tables_of(self, batch: Batch, like: Tensor) -> Callable[[Tensor], Pair]:
@@ -500,7 +504,9 @@ class InjectedHead(CompiledParts, ReducedVocab, TrainableDrafter):
         states = (
             torch.cat(chunks)
             if chunks
-            else self.fc.weight.new_empty(0, self.levels, self.shape.hidden_size)
+            else self.fc.weight.new_empty(
+                0, self.settings.slots - self.first_state, self.shape.hidden_size
+            )
         )
         level_states = self.read_levels(batch, anchors, states, target_head)
         head = self.lm_head(self.output_head(target_head))
@@ -552,7 +558,7 @@ class InjectedHead(CompiledParts, ReducedVocab, TrainableDrafter):
         weight = self.fc.weight
         if self.reads_tokens and scored == rows:
             return self._probe_level(rows, requests)
-        state = InjectedState(self)
+        state = self.open()
         state.admit(0)
         cache_rows = state.take_rows([0])
         # a draft has at least one new token, the last root

@@ -146,7 +146,7 @@ class InjectedState(SequenceState):
             if kind not in masks:
                 masks[kind] = self._block_mask(lengths, *kind)
             state = block(state, tables, masks[kind], block_cache)
-        states: Tensor = head.norm(state[:, head.first_slot :])
+        states: Tensor = head.norm(state[:, head.first_state :])
         return states
 
     def _block_mask(self, lengths: Sequence[int], has_window: bool, is_causal: bool) -> Tensor:

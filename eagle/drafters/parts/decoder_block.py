@@ -41,6 +41,8 @@ SHAPE_KEYS = [
 def check_taps(taps: tuple[int, ...], layers: int) -> tuple[int, ...]:
     """Return the taps of a head unchanged; ValueError if one is named twice or the target has no such layer.
 
+    A tap is one of the target's hidden states that the head reads.
+
     Args:
         taps: The target's hidden states that the head reads: i is the input of layer i, -1 the final norm's output.
         layers: The number of the target's layers.
@@ -102,7 +104,7 @@ class Cache:
     """
 
     def __init__(self, owner: RowCache, block: Block) -> None:
-        """Add a buffer for keys and one for values to the owner, in place, and copy the block's matrices."""
+        """Add a buffer for keys and one for values to `owner`, in place, and copy the matrices of `block`."""
         self.keys = owner.add()
         self.values = owner.add()
         # one product instead of three: launches cost more than products of few rows
@@ -116,7 +118,7 @@ class Cache:
         self.gate_up = _join_weights([block.mlp.gate_proj, block.mlp.up_proj])
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write keys and values at the owner's write offset, which `RowCache.set_write_offset` has set before.
+        """Write new keys and values into the cache, where `RowCache.set_write_offset` has said before; return all.
 
         Args:
             keys: [B, heads, T, w], of T new tokens of each of B sequences; w is the width of a head.
@@ -129,7 +131,10 @@ class Cache:
 
 
 def _join_weights(projections: Sequence[nn.Linear]) -> Tensor:
-    """Return one matrix with the rows of all projections' weights, copied and without gradient."""
+    """Return one matrix with the rows of all projections' weights, copied and without gradient.
+
+    One product with it gives the outputs of all of them, in one kernel launch.
+    """
     return torch.cat([projection.weight.detach() for projection in projections])
 
 
@@ -168,7 +173,8 @@ class Attention(nn.Module):
         """Initialise half of the query heads so that a token at first attends mostly to itself.
 
         Every second query head gets twice the matrix of its key head: a token's query is then most similar to its own
-        key. The projection is changed in place, through a view of its weight.
+        key. The projection is changed in place, through a view of its weight. Heads that are trained from scratch may
+        start so.
         """
         # [query heads or key heads, width of a head, input width]
         queries = self.q_proj.weight.unflatten(0, (-1, self.width))
@@ -209,7 +215,7 @@ class Attention(nn.Module):
         return x.unflatten(-1, (-1, self.width)).transpose(1, 2)
 
     def norm_heads(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Return queries and keys [.., w], each vector of a head (of width w) normed; unchanged without `qk_norm`."""
+        """Return queries and keys [.., w], each head's vector of width w normed; unchanged without `qk_norm`."""
         if self.q_norm is None or self.k_norm is None:
             return query, key
         return self.q_norm(query), self.k_norm(key)
@@ -224,8 +230,9 @@ class Attention(nn.Module):
 
         Args:
             x: The input [B, T, input width] at T new tokens of each of B sequences.
-            rotary: As in `forward`.
-            mask: As in `forward`; with None nothing but the new tokens is in the cache.
+            rotary: Cosines and sines [B, T, w] of the tokens' positions.
+            mask: The additive mask [B, 1, T or groups * T, S] over S keys; with None only the new tokens are in the
+                cache.
             cache: The block's cache.
 
         Returns:
@@ -263,7 +270,7 @@ class Norm(LlamaRMSNorm):
     """RMSNorm that saves only its input and one number for each row for the backward pass."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x [.., width] with each row divided by its root mean square and multiplied by the weight."""
+        """Return x [.., width] with each vector divided by its root mean square and multiplied by the weight."""
         # without gradients torch's kernel is one launch; it does not support an input and a weight of two dtypes
         if not torch.is_grad_enabled() and x.dtype == self.weight.dtype:
             return F.rms_norm(x, self.weight.shape, self.weight, self.variance_epsilon)
@@ -289,7 +296,8 @@ class Block(nn.Module):
     ) -> Tensor:
         """Return the block's output [B, T, H] at T tokens of B sequences (H: the hidden size).
 
-        The arguments are those of `Attention.forward`.
+        `x` is its input, `rotary` cosines and sines at the tokens' positions, `mask` the additive attention mask (None:
+        causal), and `cache` the KV cache when drafting.
         """
         hidden, residual = self.inputs(x)
         return self.add_mlp(residual + self.self_attn(hidden, rotary, mask, cache), cache)
@@ -297,14 +305,16 @@ class Block(nn.Module):
     def inputs(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return attention's input, and the residual to which attention's output is added.
 
-        Both are x here, as this block has no input norm. Subclasses return other tensors.
+        Both are x here, as this block has no input norm. Subclasses return other tensors. `x` [.., width] is the
+        block's input.
         """
         return x, x
 
     def key_value(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """Return keys, not yet rotated, and values, [N, key heads * width of a head] each, at N tokens in training.
 
-        `inputs` are what the method of that name returned: attention's input and the residual.
+        `inputs` are what the method of that name returned: attention's input and the residual. Training needs them at
+        every token, and queries only at supervised ones.
         """
         return self.self_attn.k_proj(inputs[0]), self.self_attn.v_proj(inputs[0])
 
@@ -340,25 +350,25 @@ class NormedBlock(Block):
     """A Llama decoder block, used for all blocks of a head after the first."""
 
     def __init__(self, shape: HeadShape) -> None:
-        """Make a `Block` and the norm before its attention."""
+        """Make a `Block`, and the norm before its attention, which a Llama's decoder layer has."""
         super().__init__(shape)
         self.input_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps)
 
     def inputs(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return attention's input, the normed state, and the residual, the state x [.., hidden size] itself."""
+        """Return attention's input, the normed state, and the residual: the state x [.., hidden size] itself."""
         return self.input_layernorm(x), x
 
 
 class TwoNormBlock(Block):
-    """EAGLE-3's block: its attention reads a token's embedding and a state, normed separately and concatenated.
-
-    Args:
-        shape: The head's sizes.
-        norm_before_residual: Whether attention's output is added to the normed state and not to the state itself.
-    """
+    """EAGLE-3's block: its attention reads a token's embedding and a state, normed separately and concatenated."""
 
     def __init__(self, shape: HeadShape, norm_before_residual: bool) -> None:
-        """Make a `Block` whose attention reads two states, and a norm for each of them."""
+        """Make a `Block` whose attention reads two states, and a norm for each of them.
+
+        Args:
+            shape: The head's sizes.
+            norm_before_residual: Whether attention's output is added to the normed state and not to the state itself.
+        """
         super().__init__(shape, 2 * shape.hidden_size)
         self.input_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps)
         self.hidden_norm = Norm(shape.hidden_size, shape.rms_norm_eps)
@@ -374,7 +384,8 @@ class TwoNormBlock(Block):
     ) -> Tensor:
         """Return the block's output [B, T, hidden size] at T tokens of B sequences; drafting calls it.
 
-        The other arguments are those of `Attention.forward`.
+        `rotary` are cosines and sines at the tokens' positions, `mask` is the additive attention mask (None: causal),
+        and `cache` the KV cache when drafting.
 
         Args:
             embedded: The embeddings of the tokens [B, T, hidden size].
@@ -410,7 +421,7 @@ class TwoNormBlock(Block):
         return F.linear(self.input_layernorm(embedded), matrix)
 
     def key_value(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """Return keys, not yet rotated, and values, [N, key heads * width of a head] each, at N slots in training.
+        """Return keys, not yet rotated, and values, [N, key heads * width of a head] each, at N tokens in training.
 
         Args:
             inputs: What `project_tokens` and `norm_hidden` returned: the projected tokens [N, ..], to which the states'
@@ -431,7 +442,7 @@ class TwoNormBlock(Block):
 
         Args:
             inputs: As in `key_value`: the projected tokens, whose first columns are the queries', the normed states and
-                the residual, at N slots.
+                the residual, at N tokens.
         """
         tokens, normed, residual = inputs
         projection = self.self_attn.q_proj
@@ -456,7 +467,7 @@ class Rotary(LlamaRotaryEmbedding):
 
 
 def rotary_tables(rotary: Rotary, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the rotary tables of positions, the same for a sequence in whatever batch it is.
+    """Return the rotary tables (cosines and sines) of positions, the same for a sequence in whatever batch it is.
 
     Args:
         rotary: The head's rotary embedding.
@@ -484,7 +495,10 @@ STD = 0.02  # transformers' default `initializer_range`, which the configs of pu
 
 @torch.no_grad()
 def draw_linears(head: nn.Module, drawn: Linears) -> None:
-    """Initialise the linear layers of a new head in place: `drawn` is the setting `linears`, see `Linears`."""
+    """Initialise the linear layers of a new head in place: `drawn` is the recipe's key `drafter.linears`.
+
+    "uniform" is torch's own way, within +-1 / sqrt(width), and "normal" transformers', from N(0, 0.02).
+    """
     # torch has drawn uniform weights when the layers were made
     if drawn == "uniform":
         return

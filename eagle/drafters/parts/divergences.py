@@ -46,14 +46,14 @@ def compare_with(
     tokens: Tensor | None = None,
     known: Tensor | None = None,
 ) -> Compare:
-    """Return the function that compares a student with a teacher at R slots, over a vocabulary of V tokens.
+    """Return the function that compares a student (the draft head) with a teacher at R positions, over V tokens.
 
     Args:
         teacher: The teacher's probs [R, V], or the tokens [R] to predict, with which only cross-entropy is possible.
         objective: The divergence and its weights.
         tokens: The sequences' own tokens [R]. The cross-entropy with them is added with the weight `objective.tokens`;
             None to leave them out.
-        known: [R] bool, whether that cross-entropy counts at a slot; None for all slots.
+        known: [R] bool, whether that cross-entropy counts at a position; None for all positions.
 
     Returns:
         A function of the student's logits and probs [R, V], both of which it may overwrite. It returns the losses [R]
@@ -72,10 +72,13 @@ def compare_with(
 
 
 def _mask_rows(compare: Compare, known: Tensor) -> Compare:
-    """Return a comparison that is `compare`, but with a loss and a gradient of 0 where `known` [rows] is false."""
+    """Return a comparison that is `compare`, but with a loss and a gradient of 0 where `known` [R] is false.
+
+    A comparison is a function of the student's logits and probs [R, V] at R positions; it returns losses and gradients.
+    """
 
     def loss_and_grad(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the losses [rows] and the gradients at the logits [rows, V]."""
+        """Return the losses [R] and the gradients at the logits [R, V], 0 where nothing is known."""
         loss, grad = compare(logits, probs)
         return loss * known, grad * known[:, None]
 
@@ -83,10 +86,13 @@ def _mask_rows(compare: Compare, known: Tensor) -> Compare:
 
 
 def _add_likelihood(divergence: Compare, likelihood: Compare) -> Compare:
-    """Return the comparison whose loss is the sum of a divergence and a cross-entropy with tokens."""
+    """Return the comparison whose loss is the sum of a divergence and a cross-entropy with tokens.
+
+    Both are functions of the student's logits and probs [R, V], which return losses and gradients.
+    """
 
     def loss_and_grad(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the losses [rows] and the gradients at the logits [rows, V]; both arguments may be overwritten."""
+        """Return the summed losses [R] and their gradients at the logits [R, V]; both arguments may be overwritten."""
         # first and on a copy of the probs: a likelihood overwrites probs alone, a divergence the logits too
         token_loss, token_grad = likelihood(logits, probs.clone())
         loss, grad = divergence(logits, probs)
@@ -107,7 +113,7 @@ def _likelihood(tokens: Tensor, weight: float) -> Compare:
     """
 
     def loss_and_grad(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return -log q of the tokens [rows] and its gradient at the logits [rows, V], written over the probs."""
+        """Return -log q of the tokens [R] and its gradient at the logits [R, V], written over the student's probs q."""
         # With logits z and the student's probs q, log q = z - log sum e^z. The sum follows from the likeliest token,
         # whose z and q are both known: log sum e^z = max z - log max q.
         log_normalizer = logits.amax(-1, keepdim=True) - probs.amax(-1, keepdim=True).log()
@@ -122,7 +128,7 @@ def _likelihood(tokens: Tensor, weight: float) -> Compare:
 
 
 def _cross_entropy(target_probs: Tensor, objective: Objective) -> Compare:
-    """Return the comparison by cross-entropy with the target's probs [rows, V], whose likeliest tokens may weigh more.
+    """Return the comparison by cross-entropy with the target's probs [R, V], whose likeliest tokens may weigh more.
 
     With `objective.top` the loss has, in addition, the cross-entropy terms of the `top_k` likeliest tokens (HASS).
     """
@@ -141,7 +147,7 @@ def _cross_entropy(target_probs: Tensor, objective: Objective) -> Compare:
         mass = mass + extra.sum(-1)
 
     def loss_and_grad(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the loss [rows] and the gradient at the logits [rows, V]; both arguments are overwritten."""
+        """Return the loss [R] and its gradient at the student's logits [R, V]; both arguments are overwritten."""
         # logsumexp(z) from the likeliest token, as log max q = max z - logsumexp(z)
         log_normalizer = logits.amax(-1) - probs.amax(-1).log()
         loss = mass * log_normalizer - logits.mul_(weighted).sum(-1)
@@ -155,10 +161,10 @@ def _cross_entropy(target_probs: Tensor, objective: Objective) -> Compare:
 
 
 def _overlap(probs: Tensor, target_probs: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the overlap a = sum min(p, q) [rows, 1], and its gradient at the student's logits [rows, V], a new tensor.
+    """Return the overlap a = sum min(p, q) [R, 1], and its gradient at the student's logits [R, V], a new tensor.
 
-    The overlap is the probability that a sampled draft token is accepted. `probs` are the student's q [rows, V],
-    `target_probs` the target's p [rows, V].
+    The overlap is the probability that a sampled draft token is accepted. `probs` are the student's q [R, V],
+    `target_probs` the target's p [R, V].
     """
     overlap = torch.minimum(probs, target_probs).sum(-1, keepdim=True).clamp(min=TINY)
     # da/dz = q (b - sum q b), where b is 1 for tokens with q < p, as min(p, q) depends on q only there
@@ -168,10 +174,13 @@ def _overlap(probs: Tensor, target_probs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _total_variation(target_probs: Tensor, objective: Objective) -> Compare:
-    """Return the comparison by total variation: 1 - a, where a = sum min(p, q) is the chance of acceptance."""
+    """Return the comparison by total variation: 1 - a, where a = sum min(p, q) is the chance of acceptance.
+
+    It is a function of the student's logits and probs q; `target_probs` are the teacher's p [R, V] at R positions.
+    """
 
     def loss_and_grad(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the loss [rows] and the gradient at the logits [rows, V], from the student's probs [rows, V]."""
+        """Return the loss 1 - a [R] and its gradient at the logits [R, V], from the student's probs q [R, V]."""
         overlap, overlap_grad = _overlap(probs, target_probs)
         return objective.weight * (1 - overlap[..., 0]), overlap_grad.mul_(-objective.weight)
 
@@ -179,10 +188,13 @@ def _total_variation(target_probs: Tensor, objective: Objective) -> Compare:
 
 
 def _acceptance(target_probs: Tensor, objective: Objective) -> Compare:
-    """Return the comparison by -log a, where the overlap a = sum min(p, q) is the chance of acceptance."""
+    """Return the comparison by -log a, where the overlap a = sum min(p, q) is the chance of acceptance.
+
+    It is a function of the student's logits and probs q; `target_probs` are the teacher's p [R, V] at R positions.
+    """
 
     def loss_and_grad(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the loss [rows] and the gradient at the logits [rows, V], from the student's probs [rows, V]."""
+        """Return the loss -log a [R] and its gradient at the logits [R, V], from the student's probs q [R, V]."""
         overlap, overlap_grad = _overlap(probs, target_probs)
         # d(-log a) = -da / a
         grad = overlap_grad.mul_(-objective.weight / overlap)
@@ -199,7 +211,7 @@ def _hybrid(target_probs: Tensor, objective: Objective) -> Compare:
     """
 
     def loss_and_grad(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the loss [rows] and the gradient at the logits [rows, V], with l named `blend`."""
+        """Return the loss [R] and its gradient at the logits [R, V], from the student's logits and probs q."""
         overlap, overlap_grad = _overlap(probs, target_probs)
         blend = (
             (-3 * overlap).exp()
@@ -225,7 +237,8 @@ def _reverse_kl(target_probs: Tensor, objective: Objective) -> Compare:
     weight = objective.weight / 2 if is_jsd else objective.weight
 
     def loss_and_grad(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the loss [rows] and the gradient at the logits [rows, V]; `reference` is m, or the target's p."""
+        """Return the loss [R] and its gradient at the logits [R, V], from the student's probs q [R, V]."""
+        # what q is compared with: the mixture m = (p + q) / 2 for jsd, else the target's p
         reference = (probs + target_probs).div_(2) if is_jsd else target_probs.clamp(min=TINY)
         # q log q - q log m, each by xlogy, which is 0 for q = 0, where log(q / m) may be undefined
         terms = torch.xlogy(probs, probs) - torch.xlogy(probs, reference)
@@ -244,7 +257,10 @@ def _reverse_kl(target_probs: Tensor, objective: Objective) -> Compare:
 
 
 def _likeliest(target_probs: Tensor, objective: Objective) -> Compare:
-    """Return the comparison by cross-entropy with the likeliest token in each row of the teacher's probs [rows, V]."""
+    """Return the comparison by cross-entropy with the teacher's likeliest token, from its probs [R, V].
+
+    A comparison is a function of the student's logits and probs that returns losses and gradients.
+    """
     return _likelihood(target_probs.argmax(-1, keepdim=True), objective.weight)
 
 

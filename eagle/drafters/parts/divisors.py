@@ -24,14 +24,14 @@ Divisor = Literal["slots", "reached", "weights", "levels"]
 
 
 def reached_levels(mask: Tensor, slots: Tensor, levels: int) -> Tensor:
-    """Return a bool [R, K], whether each of R drafts of one sequence reaches each of K levels.
+    """Return a bool [R, K], whether each of R drafts of one sequence reaches each of K levels (tokens of a draft).
 
     A draft reaches a level if all tokens that it predicts up to that level are supervised.
 
     Args:
         mask: [slots of the sequence] bool, whether the token that a slot predicts at level 0 is supervised, on the
             host.
-        slots: [R], the slots from which the drafts begin.
+        slots: [R], the slots (indices in the mask) from which the drafts begin.
         levels: K.
     """
     # level k of a draft from slot i predicts the token that slot i + k predicts at level 0
@@ -42,9 +42,10 @@ def reached_levels(mask: Tensor, slots: Tensor, levels: int) -> Tensor:
 
 
 def sum_divisors(divisor: Divisor, reached: Tensor, weights: Sequence[float]) -> tuple[float, ...]:
-    """Return the divisor of the loss over drafts of several levels: one number for all levels, or one for each level.
+    """Return the divisor of the loss over drafts of several levels: one number for all, or one for each level.
 
-    Divisors of several batches can be added up: a training step divides by the sum over all its sequences.
+    Divisors of several batches can be added up: a training step divides by the sum over all its sequences. A level is
+    one token of a draft.
 
     Args:
         divisor: What is counted: "slots" the drafts, "reached" the tokens that they reach, "weights" the weights of
@@ -65,11 +66,13 @@ def sum_divisors(divisor: Divisor, reached: Tensor, weights: Sequence[float]) ->
 def level_shares(
     weights: Sequence[float], divisors: Sequence[float], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Return [K], the weight of each of K draft levels divided by its divisor: the factor on its loss terms.
+    """Return [K], the weight of each of K draft levels (tokens of a draft) divided by its divisor.
+
+    It is the factor on the loss terms of the level.
 
     Args:
         weights: The loss weight of each level.
-        divisors: One number for all levels or one for each, as `sum_divisors` returns them.
+        divisors: One number for all levels or one for each, by which the summed losses are divided.
         dtype: The dtype of the head; the result has at least fp32.
         device: Where the result is used.
     """

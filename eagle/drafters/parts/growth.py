@@ -46,7 +46,9 @@ class FollowsRows:
     rows: list[int]  # the rows that the level above had
 
     def keep_rows(self, rows: list[int], *tensors: Tensor) -> list[Tensor]:
-        """Return tensors of the level above with only these rows, whose trees still grow, and remember the rows.
+        """Return tensors of the level above with only these rows (sequences), whose trees still grow.
+
+        The rows are remembered for the next level.
 
         Args:
             rows: A subset of `self.rows`, the batch rows that the level above had. They replace `self.rows`.
@@ -85,7 +87,7 @@ def level_mask(committed: Tensor, tree_mask: Tensor, groups: int = 1) -> Tensor:
 
 @cache  # made once per dtype and device: a new tensor in every level would cost a launch
 def _mask_values(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the two values of an additive mask as scalars: 0 for visible columns, the lowest number for all others."""
+    """Return the two values of an additive attention mask as scalars: 0 for visible keys, the lowest for others."""
     lowest = torch.finfo(dtype).min
     return torch.zeros((), dtype=dtype, device=device), torch.full(
         (), lowest, dtype=dtype, device=device
@@ -94,12 +96,12 @@ def _mask_values(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tens
 
 @cache
 def _identity(count: int, device: torch.device) -> Tensor:
-    """Return the mask [1, count, count] of a level's nodes among themselves: each sees only itself."""
+    """Return the mask [1, count, count] of the nodes of one depth of a tree among themselves: each sees itself."""
     return torch.eye(count, dtype=torch.bool, device=device)[None]
 
 
 def level_rows(budget: Budget) -> tuple[int, ...]:
-    """Return how many nodes of each level a drafter reads to get the next level's logits, given the budget of a tree.
+    """Return how many nodes of each level of a tree a drafter reads to get the next level's logits.
 
     The cost of a draft is forecast from these numbers. They begin with the nodes of the first level, the root's
     children, and leave out the root, whose logits come from the forward over the committed tokens. The deepest level
@@ -186,7 +188,7 @@ def plan_levels(paths: Paths, depth: int, device: torch.device) -> tuple[list[Le
 
 
 def plan_parents(budget: Budget, nodes: int, device: torch.device) -> Tensor | None:
-    """Return the parents [1 + nodes] of the root and the first nodes of the budget's fixed shape, on the host.
+    """Return the parents [1 + nodes] of the root and the first nodes of a budget's fixed tree shape, on the host.
 
     None if the budget has no fixed shape: then a dynamic tree's parents are known only once it has grown.
 
@@ -222,18 +224,22 @@ def grow(
     Args:
         root: The root's token.
         logits: [D], those of the root's children.
-        level: Reads the nodes of one level and returns the logits of their children, see `Level`.
+        level: Depth, the nodes' tokens [K], their parents' indices in the level above [K] and a mask of their ancestors
+            [K, R] -> the logits of their children [K, D].
         budget: The size or the shape of the tree.
         noise: The target's sampling noise, fixed by position, with which children are ranked; None if it is greedy.
         place: The position of the root's children in the sequence.
-        drafts: [D], the draft vocabulary: the target's token of each logit; None if the draft has all tokens.
+        drafts: [D], the draft vocabulary: the target's token of each logit; None if the drafter has all tokens.
         sharpness: The factor on the logits before children are ranked, unless the budget has a factor.
     """
 
     def level_of_row(
         depth: int, rows: list[int], tokens: Tensor, parents: Tensor, tree_mask: Tensor
     ) -> Tensor:
-        """Call `level` without the batch dimension, as a `RowsLevel` of a batch of one row."""
+        """Call `level` without the batch dimension, as a `RowsLevel` of a batch of one sequence.
+
+        `level` reads the nodes of one level, and returns the logits of their children.
+        """
         return level(depth, tokens[0], parents[0], tree_mask[0])[None]
 
     request = DraftRequest(root, place, budget, noise)
@@ -256,8 +262,8 @@ def grow_rows(
     Args:
         requests: The root, position, budget and noise of each of the B rows, the sequences of the batch.
         logits: [B, D], those of the roots' children, over the D tokens of the draft vocabulary.
-        level: Reads the nodes of one level of the rows that still grow, and returns the logits of their children, see
-            `RowsLevel`.
+        level: Reads the nodes of one level, given depth, the rows that still grow, and tokens, parents and ancestors of
+            the nodes; returns the logits of their children (`RowsLevel`).
         drafts: [D], the target's token of each logit; None if the draft vocabulary is the target's.
         sharpness: The factor on the logits before children are ranked, unless the budget has a factor.
         confidence: Returns how likely the children of each node are accepted. A node gets no children if this is below
@@ -280,9 +286,10 @@ def grow_without_roots(
 ) -> list[DeviceTrees]:
     """Grow the draft trees of a batch level by level, and return them on the device without their roots.
 
-    The arguments are those of `grow_rows`; `logits` [B, D] are those of the children of the B roots. Each result has
-    the trees of one group of rows that ended at the same depth, so results are not in the order of `requests`. A row
-    with an empty budget, which allows no draft, is in none of them.
+    `requests` are the root, position, budget and noise of each row, and `logits` [B, D] those of the children of the B
+    roots. `level` reads the nodes of a level and returns their children's logits; the rest is as in `grow_rows`. Each
+    result has the trees of one group of rows that ended at the same depth, so results are not in the order of
+    `requests`. A row with an empty budget, which allows no draft, is in none of them.
     """
     # a group shares everything that decides the operations of a level, so that one forward reads the level for all of
     # its rows; their depths may differ, as a row leaves the group when its tree is deep enough
@@ -310,7 +317,7 @@ def grow_without_roots(
 
 
 def _group_key(request: DraftRequest) -> object:
-    """Return a key that is equal for rows whose trees can grow together.
+    """Return a key that is equal for rows (sequences) whose trees can grow together.
 
     It has everything in the budget but the depth, and whether the row samples with noise.
     """
@@ -322,7 +329,7 @@ def _group_key(request: DraftRequest) -> object:
 def _grow_group(
     trees: _DynamicTrees | _FixedTrees, logits: Tensor, level: RowsLevel
 ) -> list[DeviceTrees]:
-    """Grow the trees of a group of rows to their end; each result has the trees that ended at the same depth.
+    """Grow the trees of a group of rows (sequences) to their end; each result has the trees that ended at one depth.
 
     Args:
         trees: The trees of the group, at first only roots; changed in place.
@@ -368,7 +375,8 @@ class _GrowingTrees:
             requests: Those of the group's rows.
             rows: The group's rows, as indices in the batch.
             scorer: Scores and selects children.
-            confidence: As in `grow_rows`.
+            confidence: Returns how likely the children of each node are accepted; None if the drafter does not estimate
+                it.
             device: Where the logits are.
         """
         self.requests = requests
@@ -381,7 +389,9 @@ class _GrowingTrees:
         self.tokens: list[Tensor] = []  # of each level, [rows, candidates or nodes]
 
     def may_have_children(self, depth: int) -> Tensor | None:
-        """Return which nodes may have children: those where the drafter's confidence reaches the budget's minimum.
+        """Return which nodes may have children: those where the drafter's confidence reaches the budget's threshold.
+
+        The confidence is the drafter's estimate of how likely a child is accepted.
 
         Args:
             depth: Of the nodes, those that were read last; the root has depth 0.
@@ -395,19 +405,19 @@ class _GrowingTrees:
         return self.confidence(depth, self.rows) >= self.budget.confidence
 
     def keep_rows(self, indices: list[int]) -> None:
-        """Drop all rows but these (indices in the group) from the tensors, as the trees of the others have ended."""
+        """Keep only these rows (indices of sequences in the group), as the trees of the others have ended."""
         self.rows = [self.rows[index] for index in indices]
         self.requests = [self.requests[index] for index in indices]
         self.tokens = _pick_levels(self.tokens, indices)
 
 
 def _pick_levels(levels: list[Tensor], rows: list[int]) -> list[Tensor]:
-    """Return the tensors of all levels, [trees, ..] each, with only the trees of these indices."""
+    """Return the tensors of all levels of several trees, [trees, ..] each, with only the trees of these indices."""
     return [pick_rows(level, rows) for level in levels]
 
 
 def _join_levels(levels: list[Tensor], rows: list[int]) -> Tensor:
-    """Return one tensor [len(rows), nodes of all levels, ..] from those of the levels [trees, nodes, ..].
+    """Return one tensor [len(rows), nodes of all levels, ..] from one of each level of the trees [trees, nodes, ..].
 
     `rows` are the indices of the trees to take.
     """
@@ -422,7 +432,7 @@ class _DynamicTrees(_GrowingTrees):
     """
 
     def __init__(self, **group: Any) -> None:
-        """Begin at the roots of B trees; the arguments are those of `_GrowingTrees`.
+        """Begin at the roots of B trees that grow together; `group` are the arguments of `_GrowingTrees`.
 
         In the shapes below a level has C candidates, of which K nodes are read, R in all levels so far.
         """
@@ -442,12 +452,12 @@ class _DynamicTrees(_GrowingTrees):
         self.tree_mask = torch.zeros(len(self.rows), 1, 0, dtype=torch.bool, device=self.device)
 
     def add_level(self, depth: int, logits: Tensor) -> None:
-        """Add the best `top_k` children of each node that was read last to the candidates.
+        """Add the best `top_k` children of each node of the level that was read last to the candidates of the tree.
 
         Args:
             depth: Of those nodes; the root has depth 0.
-            logits: [B, K, D] over the draft vocabulary, after the K nodes of each of the B trees; [B, 1, D] if they are
-                the same after all of a tree's nodes.
+            logits: [B, K, D] over the D tokens that the head can draft, after the K nodes of each of the B trees; [B,
+                1, D] if they are the same after all of a tree's nodes.
         """
         # the second result would be the probs of sampled children, which only fixed shapes have
         scores, _ = self.scorer.score(self.requests, depth, logits)
@@ -465,7 +475,9 @@ class _DynamicTrees(_GrowingTrees):
         self.likelihoods.append(likelihoods.flatten(1))
 
     def finish(self, rows: list[int], levels: int) -> DeviceTrees:
-        """Return the trees of some rows, without their roots: the `nodes` likeliest candidates of all levels.
+        """Return the trees of some rows (sequences), without their roots: the likeliest candidates of all levels.
+
+        There are `budget.nodes` of them.
 
         Args:
             rows: The rows whose trees have ended, as indices in the group.
@@ -488,7 +500,7 @@ class _DynamicTrees(_GrowingTrees):
         )
 
     def keep_rows(self, indices: list[int]) -> None:
-        """Drop all rows but these (indices in the group) from the tensors, as the trees of the others have ended."""
+        """Keep only these rows (indices of sequences in the group), as the trees of the others have ended."""
         super().keep_rows(indices)
         self.parents = _pick_levels(self.parents, indices)
         self.likelihoods = _pick_levels(self.likelihoods, indices)
@@ -496,7 +508,7 @@ class _DynamicTrees(_GrowingTrees):
         self.tree_mask = pick_rows(self.tree_mask, indices)
 
     def read_next(self, depth: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Select the likeliest candidates of the last level as the nodes to read next.
+        """Select the likeliest candidates of the last level as the nodes that the head reads next.
 
         Args:
             depth: Not used; fixed shapes need it.
@@ -523,7 +535,7 @@ class _DynamicTrees(_GrowingTrees):
 
 
 def _keep_likeliest(tokens: Tensor, parents: Tensor, likelihoods: Tensor, *, nodes: int) -> Tensor:
-    """Select the likeliest candidates of each of B trees as the nodes of the tree.
+    """Select the likeliest candidates of each of B trees as the nodes of the tree: the re-ranking of EAGLE-2.
 
     Args:
         tokens: [B, C], of the C candidates of all levels.
@@ -557,7 +569,7 @@ class _FixedTrees(_GrowingTrees):
     """Trees of a fixed shape; only nodes that have children are read."""
 
     def __init__(self, **group: Any) -> None:
-        """Begin at the roots of B trees; the arguments are those of `_GrowingTrees`."""
+        """Begin at the roots of B trees of one fixed shape; `group` are the arguments of `_GrowingTrees`."""
         super().__init__(**group)
         assert self.budget.paths is not None
         self.plans, self.parents = plan_levels(self.budget.paths, self.depth, self.device)
@@ -573,12 +585,12 @@ class _FixedTrees(_GrowingTrees):
         self.is_unfinished: Tensor | None = None
 
     def add_level(self, depth: int, logits: Tensor) -> None:
-        """Add the next level: each node that was read last gets the children whose ranks are in the shape.
+        """Add the next level: each node that was read last gets the children whose ranks are in the tree's fixed shape.
 
         Args:
             depth: Of the nodes that were read last; the root has depth 0.
-            logits: [B, K, D] over the draft vocabulary, after the K nodes of each of the B trees; [B, 1, D] if they are
-                the same after all of a tree's nodes.
+            logits: [B, K, D] over the D tokens that the head can draft, after the K nodes of each of the B trees; [B,
+                1, D] if they are the same after all of a tree's nodes.
         """
         # plans begin with that of level 1, whose parents have depth 0
         plan = self.plans[depth]
@@ -614,7 +626,7 @@ class _FixedTrees(_GrowingTrees):
             self.draft_probs.append(probs.index_select(1, plan.node_parents))
 
     def finish(self, rows: list[int], levels: int) -> DeviceTrees:
-        """Return the trees of some rows, without their roots.
+        """Return the trees of some rows (sequences), without their roots.
 
         Args:
             rows: The rows whose trees have ended, as indices in the group.
@@ -631,7 +643,7 @@ class _FixedTrees(_GrowingTrees):
         )
 
     def keep_rows(self, indices: list[int]) -> None:
-        """Drop all rows but these (indices in the group) from the tensors, as the trees of the others have ended."""
+        """Keep only these rows (indices of sequences in the group), as the trees of the others have ended."""
         super().keep_rows(indices)
         self.draft_probs = _pick_levels(self.draft_probs, indices)
         self.last_tokens = pick_rows(self.last_tokens, indices)
@@ -639,7 +651,7 @@ class _FixedTrees(_GrowingTrees):
             self.is_unfinished = pick_rows(self.is_unfinished, indices)
 
     def read_next(self, depth: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Select the nodes of level `depth` that have children as the K nodes to read next.
+        """Select the nodes of level `depth` that have children as the K nodes that the head reads next.
 
         Returns:
             For each of B trees the K nodes' tokens [B, K], their parents [B, K] as indices among the nodes that were

@@ -46,20 +46,27 @@ class LanguageHead(Protocol):
     """
 
     @property
-    def weight(self) -> Tensor: ...  # [V, width]
+    def weight(self) -> Tensor:
+        """The matrix [V, width]: a row for each of V tokens, for states of this width."""
 
-    # logits [.., V] of hidden states [.., D]
-    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor: ...
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return the logits [.., V] of hidden states [.., D], written to `out` where a buffer is passed."""
 
-    # what `pull_back` needs besides the gradient: the derivative [.., V] of the logits by the values before a softcap,
-    # or the states [.., D] if they are transformed before the matrix; None for a linear head
-    def slope(self, logits: Tensor, hidden: Tensor) -> Tensor | None: ...
+    def slope(self, logits: Tensor, hidden: Tensor) -> Tensor | None:
+        """Return what `pull_back` needs besides the gradient; None for a linear head.
 
-    # the gradient [.., D] at the hidden states from the gradient [.., V] at the logits
-    def pull_back(self, gradient: Tensor, slope: Tensor | None) -> Tensor: ...
+        It is the derivative [.., V] of the logits by the values before a softcap, or the states [.., D] if they are
+        transformed before the matrix.
+        """
 
-    # this head in another precision
-    def cast(self, dtype: torch.dtype) -> LanguageHead: ...
+    def pull_back(self, gradient: Tensor, slope: Tensor | None) -> Tensor:
+        """Return the gradient [.., D] at the hidden states from the gradient [.., V] at the logits.
+
+        `slope` is what the method `slope` returned for them.
+        """
+
+    def cast(self, dtype: torch.dtype) -> LanguageHead:
+        """Return this head in another precision."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,19 +77,25 @@ class OwnHead:
     bias: Tensor | None = None
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return logits [.., V] of states [.., width], written to `out` where a buffer is passed."""
+        """Return logits [.., V] = states [.., width] @ weight.T + bias, written to `out` where a buffer is passed."""
         logits = torch.matmul(hidden.to(self.weight.dtype), self.weight.T, out=out)
         return logits if self.bias is None else logits.add_(self.bias)
 
     def slope(self, logits: Tensor, hidden: Tensor) -> None:
-        """Return None: the head is linear, so `pull_back` needs nothing but the gradient."""
+        """Return None: the head is linear (without a softcap), so `pull_back` needs nothing but the gradient."""
 
     def pull_back(self, gradient: Tensor, slope: Tensor | None) -> Tensor:
-        """Return the gradient at states [.., width] from the gradient [.., V] at their logits; `slope` is None."""
+        """Return the gradient at states [.., width] from the gradient [.., V] at their logits, by the chain rule.
+
+        `slope` is None, because the head is linear.
+        """
         return gradient.to(self.weight.dtype) @ self.weight
 
     def cast(self, dtype: torch.dtype) -> OwnHead:
-        """Return this head in another precision, as tensors from which autograd reaches this head's own."""
+        """Return this head in another precision, as tensors from which autograd reaches this head's own.
+
+        The loss computes its products in that precision.
+        """
         bias = None if self.bias is None else self.bias.to(dtype)
         return OwnHead(self.weight.to(dtype), bias)
 
@@ -109,7 +122,7 @@ class BiasedHead:
         return torch.addmm(logits, code, self.weight.T, out=out)
 
     def slope(self, logits: Tensor, hidden: Tensor) -> Tensor | None:
-        """Return what the target's head needs in `pull_back` to carry a gradient at its logits back to its states.
+        """Return what `pull_back` needs of the target's head to carry a gradient at its logits back to its states.
 
         Args:
             logits: [.., V], with the bias.
@@ -137,7 +150,10 @@ class BiasedHead:
         )
 
     def cast(self, dtype: torch.dtype) -> BiasedHead:
-        """Return this head in another precision, as tensors from which autograd reaches this head's own matrix."""
+        """Return this head in another precision, as tensors from which autograd reaches this head's own matrix.
+
+        The loss computes its products in that precision.
+        """
         return BiasedHead(self.target_head.cast(dtype), self.weight.to(dtype))
 
     def _split(self, hidden: Tensor) -> tuple[Tensor, ...]:
@@ -164,7 +180,8 @@ def choose_teacher(
 ) -> tuple[Tensor, LanguageHead | None, Objective]:
     """Return what a head learns to predict two tokens after each slot, as arguments of `distillation_loss`.
 
-    A slot i has the target's state of token i and token i + 1; the head predicts token i + 2 there. S slots are taught.
+    A slot i has the target's state of token i and token i + 1; the head predicts token i + 2 there. S slots, those
+    whose token i + 2 is supervised, are taught.
 
     Args:
         loss: With "tokens" the teacher is the sequence's own token, otherwise the target's probs.
@@ -188,7 +205,8 @@ def choose_teacher(
 def feature_regression(predicted: Tensor, target_hidden: Tensor, weights: Tensor) -> Tensor:
     """Return the smooth-L1 loss (beta 1) between a head's states and the target's.
 
-    It is a mean over the width and a weighted sum over steps and slots.
+    It is a mean over the width and a weighted sum over draft steps and slots: EAGLE-1's regression loss. A slot is a
+    token at which a draft begins.
 
     Args:
         predicted: The head's states [K, S, width] of K draft steps at S slots.
@@ -207,8 +225,9 @@ def step_weights(
 ) -> Tensor:
     """Return the loss weight [K, S] of each of S supervised slots in each of K draft steps.
 
-    It is decay^s / S in step s if a draft that began s slots earlier reaches the slot, else 0. It is for states that
-    `align_steps` has shifted, so that all steps of a slot predict the same token.
+    A slot is a token at which a draft begins. The weight is decay^s / S in step s if a draft that began s slots earlier
+    reaches the slot, else 0. It is for states that `align_steps` has shifted, so that all steps of a slot predict the
+    same token.
 
     Args:
         places: [S], the index of each supervised slot among all tokens, in ascending order.
@@ -226,7 +245,7 @@ def reached_steps(places: Tensor, steps: int, in_draft_vocab: Tensor | None = No
     """Return a bool [K, S]: in step s of K, whether a draft that began s slots earlier reaches each of S slots.
 
     It does if all slots from the draft's beginning up to this one are supervised, and their tokens are in the draft
-    vocabulary.
+    vocabulary. A slot is a token at which a draft begins.
 
     Args:
         places: [S], the index of each supervised slot among all tokens, in ascending order.
@@ -319,7 +338,10 @@ def distillation_loss(
 
 
 def _bias_of(head: LanguageHead) -> Tensor | None:
-    """Return a head's trained bias [V]; None if it has none, as any head but an `OwnHead`."""
+    """Return a head's trained bias [V]; None if it has none, as any head but an `OwnHead`.
+
+    The loss computes its gradient by hand.
+    """
     return head.bias if isinstance(head, OwnHead) else None
 
 
@@ -396,7 +418,7 @@ class _Distilled(torch.autograd.Function):
         """Return the gradients that the forward pass computed, scaled by that at the loss, the first of `upstream`.
 
         Those of matrices are scaled in place because they are large. The second output, the losses by step, has no
-        gradient.
+        gradient. The forward pass computed them, as it had the logits in memory.
         """
         grad_student, *grads = ctx.saved_tensors
         grad_trained = [
@@ -416,7 +438,7 @@ class _ChunkDistiller:
         steps: int,
         chunks: Sequence[slice],
     ) -> None:
-        """Allocate the buffers for logits and gradients.
+        """Allocate the buffers for the logits and gradients of one chunk of rows (tokens).
 
         Args:
             settings: The student's heads, the teacher's head and the objective.
@@ -508,7 +530,7 @@ class _ChunkDistiller:
             hidden: The inputs of the LM heads [K * R, width].
             weights: The loss weight of each row [K * R, 1], which `grad_logits` do not have yet.
             grad_logits: The gradient at the logits of each head, [rows of the head's steps, V].
-            slopes: What each head's `slope` returned.
+            slopes: What each head's `slope` returned: what it needs besides the gradient, None for a linear head.
         """
         heads = self.settings.students
         weighted = (hidden * weights).to(hidden.dtype).chunk(len(heads))
@@ -531,7 +553,8 @@ class _ChunkDistiller:
 def _add_product_(total: Tensor, left: Tensor, right: Tensor, buffer: Tensor | None) -> None:
     """Add left @ right to a sum of gradients in place; `buffer` gets the product first if `total` is more precise.
 
-    `buffer` is None if the factors and the sum have one precision.
+    `buffer` is None if the factors and the sum have one precision. Such a product is one chunk's part of the gradient
+    of a weight matrix.
     """
     if buffer is None:
         total.addmm_(left, right)
@@ -549,7 +572,7 @@ def _loss_and_grad_(
     objective: Objective,
     sequence_tokens: SequenceTokens | None,
 ) -> Tensor:
-    """Return the loss [K, R] of each of R rows in each of K steps, and overwrite the logits with the gradient at them.
+    """Return the loss [K, R] of R rows (tokens) in K draft steps, and overwrite the logits with the gradient at them.
 
     Neither has the rows' loss weights yet.
 
@@ -589,7 +612,7 @@ def _loss_and_grad_(
 def _chunks(
     count: int, steps: int, weight: Tensor, heads: int = 1, learned: bool = False
 ) -> list[slice]:
-    """Split the rows, the supervised slots, into chunks, so that the logits of a chunk in all steps fit in memory.
+    """Split the rows, the supervised slots (tokens), into chunks whose logits in all draft steps fit in memory.
 
     All chunks but the last have enough rows for efficient matrix products, even if their logits take more memory.
 

@@ -26,7 +26,7 @@ class _Rotated(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-        """Return heads [N, heads, width] of N tokens, rotated by the angles in the tables [N, width]."""
+        """Return queries or keys [N, heads, width] of N tokens, rotated by the angles in the tables [N, width]."""
         ctx.save_for_backward(cosine, sine)
         return _turn(heads, cosine, sine)
 
@@ -41,7 +41,8 @@ def _turn(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     """Return heads [N, heads, w] with each pair of elements i and i + w / 2 rotated by the angle in the tables.
 
     The tables are cosines and sines [N, w], for the position of each of the N tokens. It computes in the precision of
-    the tables or better, and returns that of the input.
+    the tables or better, and returns that of the input. This is the rotary embedding, or with negated sines its
+    inverse.
     """
     # (x, y) -> (x cos - y sin, y cos + x sin)
     wide = heads.to(torch.promote_types(heads.dtype, cosine.dtype))
@@ -77,7 +78,9 @@ def _inverse(x: Tensor, eps: float) -> Tensor:
 def _norm_backward(
     grad_out: Tensor, x: Tensor, weight: Tensor, inverse: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return RMSNorm's gradients at x [N, H] and at the weight [H], computed in the precision of `inverse`.
+    """Return RMSNorm's gradients at x [N, H] and at the weight [H], in the precision of `inverse`.
+
+    N are tokens, and H is the hidden size.
 
     Args:
         grad_out: [N, H], the gradient at the output of the N rows.
@@ -107,7 +110,7 @@ class RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients at the input and at the weight, from that at the output."""
+        """Return the gradients at the input x and at the weight from that at the output; eps gets None."""
         x, weight, inverse = ctx.saved_tensors
         rows = x.flatten(0, -2)
         grad_x, grad_weight = _norm_backward(

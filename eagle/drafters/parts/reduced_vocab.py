@@ -22,6 +22,8 @@ def count_frequent(
 ) -> Tensor:
     """Return the ids of the `size` most frequent supervised tokens [size] in ascending order.
 
+    They become a draft vocabulary: a head whose LM head has fewer rows drafts faster.
+
     Args:
         supervised: The supervised tokens of each sequence, those of the assistant's answers.
         size: How many tokens are chosen.
@@ -120,7 +122,10 @@ def choose_draft_vocab(
 
 
 def draft_vocab_size(shape: HeadShape) -> int:
-    """Return the number of tokens that a head of these sizes can draft: all of the target's by default."""
+    """Return the number of tokens that a head of these sizes can draft: all of the target's by default.
+
+    A head with a smaller draft vocabulary has an LM head of fewer rows.
+    """
     return getattr(shape, "draft_vocab_size", None) or shape.vocab_size
 
 
@@ -165,7 +170,10 @@ class ReducedVocab:
             self.t2d[tokens] = True
 
     def add_loss_tokens(self) -> None:
-        """Register the buffer `loss_tokens` of a head that has the setting `loss_vocab`."""
+        """Register the buffer `loss_tokens` of a head that has the setting `loss_vocab`.
+
+        It holds the tokens whose probabilities the loss compares.
+        """
         # not persistent, so that the head's weights are those of any other head of its kind
         self.register_buffer("loss_tokens", None, persistent=False)
 
@@ -223,8 +231,8 @@ class ReducedVocab:
     def narrow_once(self, target_head: TargetHead, tokens: Tensor | None) -> TargetHead:
         """Return the target's LM head with only the rows of these tokens; the whole head for None.
 
-        The rows are copied once for a target and then cached, which is right because a draft head always passes the
-        same tokens.
+        A head with a draft vocabulary needs no other logits. The rows are copied once for a target and then cached,
+        which is right because a draft head always passes the same tokens.
         """
         if tokens is None:
             return target_head
@@ -235,7 +243,8 @@ class ReducedVocab:
     def on_all_tokens(self, logits: Tensor) -> Tensor:
         """Return logits of the D drafted tokens [.., D] as logits of all V tokens of the target [.., V].
 
-        All other tokens get minus infinity. Logits [.., V] are returned unchanged.
+        All other tokens get minus infinity. Logits [.., V] are returned unchanged. Validation compares them with the
+        target's.
         """
         drafts = self.drafts
         # a head without its own vocabulary makes logits of all tokens where the target's whole LM head is passed

@@ -44,7 +44,7 @@ class ChildScorer:
     def score(
         self, requests: Sequence[DraftRequest], depth: int, logits: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """Score every token as a child of each node of a level.
+        """Score every token as a child of each node of one level of the draft trees.
 
         Args:
             requests: Those of the B rows (sequences): either all have noise (their targets sample) or none has.
@@ -68,7 +68,7 @@ class ChildScorer:
         return _stack([scores for scores, _ in sampled]), _stack([probs for _, probs in sampled])
 
     def _score_row(self, request: DraftRequest, depth: int, logits: Tensor) -> Tensor:
-        """Return the scores [K, D] of one row whose target samples at T > 0, if its children are not sampled.
+        """Return the scores [K, D] of one row (sequence) whose target samples, if its children are not sampled.
 
         The target adds noise to its logits that is fixed by the position, so the drafter may know it: with `draw`
         "noise" that at the children's position is added; with "likeliest" it is treated as unknown.
@@ -90,7 +90,7 @@ class ChildScorer:
         return logits / math.hypot(noise.temperature, 1 / self.sharpness)
 
     def _sample_row(self, request: DraftRequest, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the scores [K, D] of one row whose children are sampled, and the probs [K, V] that they come from.
+        """Return the scores [K, D] of one row (sequence) whose children are sampled, and the probs [K, V] used.
 
         The noise is the drafter's, not the target's. The best k of logits plus Gumbel noise are k samples from the
         softmax without replacement.
@@ -114,7 +114,7 @@ class ChildScorer:
         return logits + self._in_draft_vocab(drafter_noise), probs
 
     def best(self, scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Return the highest `count` scores of each node and their tokens in the target's vocabulary.
+        """Return the highest `count` scores of each node's children, and their tokens in the target's vocabulary.
 
         `scores` are [B, K, D], of B rows, K nodes and D draft tokens; both results are [B, K, count], or [B, K, D] if
         there are fewer draft tokens.
@@ -123,10 +123,10 @@ class ChildScorer:
         return values, indices if self.drafts is None else self.drafts[indices]
 
     def _in_draft_vocab(self, noise: Tensor) -> Tensor:
-        """Return noise [nodes, V] over the target's V tokens at those of the draft vocabulary alone."""
+        """Return noise [nodes, V] over the target's V tokens at those alone that the head can draft, [nodes, D]."""
         return noise if self.drafts is None else noise[:, self.drafts]
 
 
 def _stack(rows: list[Tensor]) -> Tensor:
-    """Return the tensors of B rows stacked to [B, ..]; a single one is not copied."""
+    """Return the tensors of B rows (sequences) stacked to [B, ..]; a single one is not copied."""
     return rows[0][None] if len(rows) == 1 else torch.stack(rows)

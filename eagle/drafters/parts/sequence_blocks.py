@@ -26,13 +26,19 @@ Pair = tuple[Tensor, Tensor]
 
 
 def run_part(part: Callable[..., Any], *inputs: Any) -> Any:
-    """Return the result of a function of a block's computation, called uncompiled: the default of `run` arguments."""
+    """Return the result of `part`, a function of a block's computation: the default of arguments named `run`.
+
+    A head that compiles passes another function in its place.
+    """
     return part(*inputs)
 
 
 @cache
 def compile_part(part: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of a block's computation, compiled once for batches of all lengths and cached."""
+    """Return a function of a block's computation, compiled once for batches of all lengths and cached.
+
+    Such functions are parts of a block around attention.
+    """
     return torch.compile(part, dynamic=True)
 
 
@@ -45,11 +51,11 @@ class CompiledParts:
     is_compiled = False
 
     def _run(self, part: Callable[..., Any], *inputs: Any) -> Any:
-        """Return the result of a function of a block's computation for these inputs, compiled if the head is."""
+        """Return the result of `part`, a function of a block's computation, compiled if `compile_parts` was called."""
         return run_part(compile_part(part) if self.is_compiled else part, *inputs)
 
     def compile_parts(self) -> None:
-        """Run the functions that `_run` gets, those of a block around attention, compiled from now on."""
+        """Compile the functions of a block around attention with `torch.compile` from now on."""
         self.is_compiled = True
 
 
@@ -89,7 +95,7 @@ def position_tables(rotary: Rotary, like: Tensor, length: int) -> Callable[[Tens
     """Return a function that looks up rotary tables, made once here for all positions below `length`.
 
     It maps N positions [N] to their cosines and sines, [N, w] each; w is the width of a head. `like` has the dtype and
-    the device of the tables.
+    the device of the tables. Training looks up the same positions in several steps.
     """
     cosine, sine = rotary(like, torch.arange(length, device=like.device)[None])
     # without the batch dimension: [length, w]
@@ -150,14 +156,14 @@ def read_rows(
     step_pairs: Sequence[Pair] = (),
     run: Callable[..., Any] = run_part,
 ) -> Tensor:
-    """Return a block's output [S, H] (H: the hidden size) at the S wanted rows, such as the supervised slots.
+    """Return a block's output [S, H] (H: the hidden size) at S wanted rows: tokens such as the supervised ones.
 
     Args:
         block: The block.
         inputs: Its inputs at the wanted rows, as `Block.inputs` returns them.
         tables: Rotary tables at the wanted rows.
-        context: Keys and values [heads, N, w] of the block at all N slots; w is the width of a head.
-        spans: The wanted rows among all slots, and which earlier slots each attends to.
+        context: Keys and values [heads, N, w] of the block at all N rows; w is the width of a head.
+        spans: The wanted rows among all rows, and which earlier ones each attends to.
         step_pairs: Keys and values [heads, S, w] of each draft step so far. Row i attends to entry i of each of them,
             besides the context.
         run: Calls a function of a block's computation, compiled or not.
@@ -168,7 +174,7 @@ def read_rows(
 
 
 def key_value(block: Block, inputs: tuple[Tensor, ...], tables: Pair) -> Pair:
-    """Return a block's keys, rotated by their positions, and its values, [heads, N, w] each, at N slots.
+    """Return a block's keys, rotated by their positions, and its values, [heads, N, w] each, at N slots (tokens).
 
     Args:
         block: The block.
@@ -182,7 +188,7 @@ def key_value(block: Block, inputs: tuple[Tensor, ...], tables: Pair) -> Pair:
 
 
 def query_and_residual(block: Block, inputs: tuple[Tensor, ...], tables: Pair) -> Pair:
-    """Return a block's queries [heads, S, w], rotated, and the residual [S, hidden size], at S slots.
+    """Return a block's queries [heads, S, w], rotated, and the residual [S, hidden size], at S slots (tokens).
 
     Args:
         block: The block.
@@ -194,7 +200,7 @@ def query_and_residual(block: Block, inputs: tuple[Tensor, ...], tables: Pair) -
 
 
 def norm_by_head(norm: Norm | None, x: Tensor) -> Tensor:
-    """Return x [rows, heads * w] with each head's w elements normed separately; unchanged if the norm is None."""
+    """Return x [rows, heads * w] with each head's w numbers normed separately (qk-norm); unchanged without a norm."""
     if norm is None:
         return x
     heads = x.unflatten(-1, (-1, len(norm.weight)))
@@ -202,7 +208,7 @@ def norm_by_head(norm: Norm | None, x: Tensor) -> Tensor:
 
 
 def add_rows(block: Block, heads: Tensor, residual: Tensor) -> Tensor:
-    """Return a block's output [S, hidden size] at S slots, from the output of its attention heads and the residual.
+    """Return a block's output [S, hidden size] at S slots (tokens), from its attention heads' output and the residual.
 
     It is the output projection, the residual, and the MLP with its own.
 
@@ -227,7 +233,7 @@ def probe_read(
         head: The head, bound to a target's embedding and LM head.
         context: The number of cached tokens before those that are read.
         rows: The number of tokens that a call reads.
-        window: The head's window, which keeps fewer of the cached tokens.
+        window: The head's sliding window of attention, which keeps fewer of the cached tokens; None for none.
     """
     # the target's embedding and LM head
     target_head = head.target_head
@@ -249,7 +255,10 @@ def probe_read(
 
     @torch.inference_mode()
     def read(first: int, stop: int, read_mask: Tensor | None) -> Tensor:
-        """Read the tokens from `first` to before `stop`; return their states [1, tokens, hidden size]."""
+        """Read the tokens from `first` to before `stop`; return their states [1, tokens, hidden size].
+
+        It is the forward that is timed.
+        """
         # the columns that an earlier call wrote from `first` on are overwritten
         cache.length = first
         columns = slice(first, stop)

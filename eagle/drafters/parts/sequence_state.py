@@ -39,20 +39,17 @@ class SequenceHead(Protocol):
 
     @property
     def target_head(self) -> TargetHead:
-        """The target's embedding and LM head."""
-        ...
+        """The target's embedding and LM head, which the head borrows."""
 
     @property
     def query_groups(self) -> int:
-        """The number of query heads that share a key."""
-        ...
+        """The number of query heads that share a key head (grouped-query attention)."""
 
     def fuse_taps(self, features: Tensor) -> Tensor:
         """Return the states [N, H] that the head reads at N tokens (H: the hidden size).
 
         `features` [N, L, H] are the target's hidden states there at the head's L taps, the layers that it reads.
         """
-        ...
 
     def read(
         self,
@@ -76,7 +73,6 @@ class SequenceHead(Protocol):
             caches: The KV cache of each block.
             target_head: The target's embedding and LM head.
         """
-        ...
 
 
 class SequenceState:
@@ -91,7 +87,7 @@ class SequenceState:
 
         Args:
             head: The head that drafts.
-            window: That of the head's blocks; None if tokens see their whole sequence.
+            window: The sliding window of the head's attention; None if tokens see their whole sequence.
         """
         self.head = head
         self.window = window
@@ -106,7 +102,7 @@ class SequenceState:
         self.dropped: dict[int, int] = {}
 
     def admit(self, row: int, noise: Noise | None = None) -> None:
-        """Begin the sequence of a row, without tokens yet; `noise` is the target's sampling noise, None if greedy.
+        """Begin a sequence, named `row`, without tokens yet; `noise` is the target's sampling noise, None if greedy.
 
         It gets a row of the KV cache at its first draft.
         """
@@ -114,7 +110,7 @@ class SequenceState:
         self.dropped[row] = 0
 
     def fork(self, row: int, other: int) -> None:
-        """Copy the state of a row, with its keys and values, to the new row `other`, as beam search does."""
+        """Copy the state of the sequence `row`, with its keys and values, to a new one, `other`, for beam search."""
         self.noises[other] = self.noises[row]
         self.dropped[other] = self.dropped[row]
         # a row without a cache row has read nothing yet
@@ -125,7 +121,10 @@ class SequenceState:
 
     @torch.inference_mode()
     def release(self, row: int) -> None:
-        """Drop the sequence of a row. That in the last cache row takes its place, so that those in use come first."""
+        """Drop a sequence, named `row`, which has ended.
+
+        The sequence in the last row of the cache takes its place there, so that the rows in use come first.
+        """
         del self.noises[row], self.dropped[row]
         # a row that never drafted has no cache row
         if row not in self.rows:
@@ -141,7 +140,7 @@ class SequenceState:
     # -- cache rows ---------------------------------------------------------------------------------------------------
 
     def _take_cache_rows(self, rows: Sequence[int]) -> None:
-        """Assign the next free cache row, emptied, to each of these new rows (sequences of the batch)."""
+        """Assign the next free row of the KV cache, emptied, to each of these new rows (sequences of the batch)."""
         for row in rows:
             self.rows.append(row)
             self.cache.clear(len(self.rows) - 1)
@@ -159,9 +158,9 @@ class SequenceState:
         self.cache.reserve(max(used, 1), longest * 3 // 2)
 
     def _drop_unseen(self, cache_rows: Sequence[int]) -> None:
-        """Drop the columns (cached tokens) of these cache rows that no later token sees, as they have left the window.
+        """Drop the columns (cached tokens) of these cache rows (sequences) that have left the attention window.
 
-        Later columns move to their place, and `self.dropped` counts them.
+        No later token sees them. Later columns move to their place, and `self.dropped` counts the dropped ones.
         """
         if self.window is None:
             return
@@ -178,9 +177,10 @@ class SequenceState:
             self.dropped[self.rows[cache_row]] += stop - start
 
     def sequence_length(self, cache_row: int) -> int:
-        """Return how many committed tokens of a cache row's sequence the head has read, dropped columns included.
+        """Return how many committed tokens of the sequence in a cache row the head has read, dropped ones included.
 
-        It is the position that the head gives to the next token.
+        A sliding window drops old tokens from the cache. The result is the position that the head gives to the next
+        token.
         """
         return self.cache.lengths[cache_row] + self.dropped[self.rows[cache_row]]
 
@@ -216,9 +216,10 @@ class SequenceState:
         return rows, requests, hidden
 
     def _last_states(self, updates: Mapping[int, Committed]) -> Tensor:
-        """Read the committed tokens and the root of each of B rows, and return the states [B, hidden size] after them.
+        """Read the committed tokens and the root of each of B sequences; return the states [B, hidden size] after them.
 
-        The states are in the order of `updates`, the newly committed tokens by row.
+        The states are in the order of `updates`, the newly committed tokens by row. The root is the token that the
+        target chose last: drafts begin after it.
         """
         # with a window, a long prompt is read in chunks, and columns that left the window are dropped between them
         if self.window is not None:
@@ -234,7 +235,7 @@ class SequenceState:
         return torch.stack([state_of[row] for row in updates])
 
     def _read_long(self, updates: Mapping[int, Committed]) -> Mapping[int, Committed]:
-        """Read the beginnings of long updates in chunks, and return the rest, at most WINDOW_CHUNK_TOKENS of each.
+        """Read the beginnings of long updates in chunks, and return the rest, at most WINDOW_CHUNK_TOKENS tokens each.
 
         Reading drops the columns that leave the window, so the cache stays small. `updates` are newly committed tokens
         by row.
@@ -251,13 +252,13 @@ class SequenceState:
         return updates
 
     def _read_group(self, updates: Mapping[int, Committed]) -> Tensor:
-        """Read the new tokens of B rows in one right-padded forward; return the states after their roots [B, width]."""
+        """Read the new tokens of B sequences in one right-padded forward; return the states [B, width] after them."""
         return self._read_rows(updates)[:, 0]
 
     def _read_rows(
         self, updates: Mapping[int, Committed], mask_tokens: tuple[Tensor, Tensor] | None = None
     ) -> Tensor:
-        """Read the new tokens of B rows in one right-padded forward, and add their keys and values to the cache.
+        """Read the new tokens of B rows (sequences) in one right-padded forward, and add their keys and values.
 
         Returns the states [B, 1 + M, H] after each row's root and after M mask tokens, H the hidden size.
 
@@ -296,7 +297,7 @@ class SequenceState:
     def _pad_inputs(
         self, updates: Mapping[int, Committed], mask_tokens: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor]:
-        """Return the tokens [B, T] of a forward over B rows and the states [B, T, H] that they are read with.
+        """Return the tokens [B, T] of a forward over B sequences and the states [B, T, H] that they are read with.
 
         T is the largest number of tokens that a row reads; the others are right-padded. H is the hidden size.
 
@@ -340,7 +341,7 @@ class SequenceState:
 
 
 def sequence_bytes(layers: Any, columns: int) -> int:
-    """Return the bytes of one sequence's keys and values in these blocks, as allocated for `columns` tokens.
+    """Return the bytes of one sequence's keys and values in these blocks (`layers`), allocated for `columns` tokens.
 
     The cache allocates more columns than it needs, for later tokens.
     """
@@ -356,7 +357,7 @@ def split_update(update: Committed, count: int) -> tuple[Committed, Committed]:
     """Split an update into its first `count` tokens and the rest, so that a long update can be read in chunks.
 
     An update has newly committed tokens, the target's features at each, and the root, the token after them. The root of
-    the first part is the first token of the rest. `count` is less than the number of tokens.
+    the first part is the first token of the rest, as that follows it. `count` is less than the number of tokens.
     """
     assert update.features is not None
     root = int(update.tokens[count])
@@ -394,7 +395,7 @@ def split_ragged(counts: Mapping[int, int]) -> Iterator[list[int]]:
 
 
 def pad_rows(rows: Sequence[Tensor]) -> Tensor:
-    """Return B tensors [T, ..] of different lengths T stacked to [B, longest T, ..], right-padded with zeros.
+    """Return B tensors [T, ..] of different lengths T as one [B, longest T, ..], right-padded with zeros.
 
     A single one is not copied.
     """
@@ -402,9 +403,10 @@ def pad_rows(rows: Sequence[Tensor]) -> Tensor:
 
 
 def new_positions(starts: list[int], counts: list[int], device: torch.device) -> Tensor:
-    """Return the positions [B, T] of the new tokens of B rows, [1, T] if they are the same in all rows.
+    """Return the positions [B, T] of the new tokens of B sequences, [1, T] if they are the same in all of them.
 
-    Row i has `counts[i]` new tokens, the first at position `starts[i]`. T is the largest count; other rows are padded.
+    Sequence i has `counts[i]` new tokens, the first at position `starts[i]`. T is the largest count; the others are
+    padded.
     """
     count = max(counts)
     if min(starts) == max(starts) and min(counts) == count:
@@ -417,7 +419,7 @@ def new_positions(starts: list[int], counts: list[int], device: torch.device) ->
 def causal_mask(
     own_columns: Tensor, count: int, dtype: torch.dtype, window: Window | None = None
 ) -> Tensor:
-    """Return the additive mask [B or 1, 1, T, S] by which each token sees the cache columns up to its own.
+    """Return the additive mask [B or 1, 1, T, S] by which each token sees the cached tokens (columns) up to itself.
 
     Args:
         own_columns: [B or 1, T], the cache column of each of the T tokens of B sequences; 1 if all are alike.

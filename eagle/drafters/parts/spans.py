@@ -70,7 +70,7 @@ class Spans:
         firsts: Sequence[int] | None = None,
         window: Window | None = None,
     ) -> Spans:
-        """Return spans whose wanted rows, at which attention is computed, are those where masks are true.
+        """Return spans whose wanted rows (tokens), at which attention is computed, are those where masks are true.
 
         Args:
             masks: A bool mask [rows of the sequence] for each sequence, on the host.
@@ -96,7 +96,7 @@ class Spans:
 
     @classmethod
     def at(cls, places: Sequence[Tensor], lengths: Sequence[int], device: torch.device) -> Spans:
-        """Return spans whose wanted rows, at which attention is computed, are arbitrary ones.
+        """Return spans whose wanted rows (tokens), at which attention is computed, are arbitrary ones.
 
         Args:
             places: For each sequence the positions of its wanted rows, in ascending order, on the host.
@@ -123,7 +123,10 @@ class Spans:
         )
 
     def _rows_of(self, run_index: int) -> Sequence[int]:
-        """Return the indices among all rows of a run's rows: a range, or a list if they are scattered."""
+        """Return the indices of a run's rows (tokens) among all rows: a range, or a list if they are scattered.
+
+        A run has wanted rows of one sequence, at equal distances unless they are scattered.
+        """
         if self.scattered:
             return self.scattered[run_index]
         # without where the run's sequence begins
@@ -131,7 +134,7 @@ class Spans:
         return range(start, stop, self.stride)
 
     def split_runs(self, size: int) -> Iterator[tuple[int, Sequence[int]]]:
-        """Yield the wanted rows in pieces of at most `size` rows of one run.
+        """Yield the wanted rows (tokens that attend) in pieces of at most `size` rows of one run.
 
         Each piece comes as the index of its sequence's first row, and the indices of its rows, among all rows.
         """
@@ -142,7 +145,7 @@ class Spans:
                 yield begin, rows[first : first + size]
 
     def split(self, size: int) -> Iterator[Spans]:
-        """Yield the wanted rows as smaller spans of at most `size` rows, each of one sequence and one run."""
+        """Yield the wanted rows (tokens that attend) as smaller spans of at most `size` rows, each of one sequence."""
         done = 0  # wanted rows that were yielded
         for begin, rows in self.split_runs(size):
             end = done + len(rows)
@@ -156,13 +159,13 @@ class Spans:
 
     @cached_property
     def begins(self) -> Tensor:
-        """[S], for each of the S wanted rows the index of the first row of its sequence."""
+        """[S], for each of the S wanted rows (tokens that attend) the index of the first row of its sequence."""
         counts = [len(self._rows_of(run_index)) for run_index in range(len(self.runs))]
         begins = torch.tensor([begin for begin, _, _ in self.runs])
         return upload(begins.repeat_interleave(torch.tensor(counts)), self.rows.device)
 
     def block_mask(self, drafted: Drafted) -> Any:
-        """Return flex attention's mask of the rows that each wanted row sees; it is made once and cached.
+        """Return flex attention's mask of the rows (tokens) that each wanted row sees; it is made once and cached.
 
         Args:
             drafted: How many draft tokens a row sees besides its sequence. They are not in this mask, but take up part
@@ -176,9 +179,10 @@ class Spans:
         return self.block_masks[drafted]
 
     def _make_block_mask(self, drafted: Drafted) -> Any:
-        """Return a new mask of S wanted rows: a row sees its sequence up to itself, or its window of that.
+        """Return flex attention's mask of S wanted rows (tokens): each sees its sequence up to itself, or a window.
 
-        `drafted` is as in `block_mask`.
+        `drafted` is how many draft tokens a row sees besides, which take up part of a window: one number, or one for
+        each token of a block after the row.
         """
         rows = self.rows
         begins = self.begins
@@ -220,10 +224,10 @@ class Spans:
 
 
 def _touched_blocks(low: Tensor, high: Tensor, count: int) -> Tensor:
-    """Return which blocks of flex attention's mask have a row that sees one of their columns; others are skipped.
+    """Return which blocks of flex attention's mask have a row (token) that sees one of their columns (keys).
 
-    A block has FLEX_BLOCK rows and as many columns, so the result is a bool [S / FLEX_BLOCK, count / FLEX_BLOCK], both
-    rounded up, for S rows.
+    The kernel skips all other blocks. A block has FLEX_BLOCK rows and as many columns, so the result is a bool [S /
+    FLEX_BLOCK, count / FLEX_BLOCK], both rounded up, for S rows.
 
     Args:
         low: [S], the first column that each row sees.
@@ -248,7 +252,7 @@ def _touched_blocks(low: Tensor, high: Tensor, count: int) -> Tensor:
 def attend(
     query: Tensor, key: Tensor, value: Tensor, spans: Spans, step_pairs: StepPairs = ()
 ) -> Tensor:
-    """Return the attention output [h, S, w] of the wanted rows of concatenated sequences.
+    """Return the attention output [h, S, w] of the wanted rows (tokens that attend) of concatenated sequences.
 
     A row attends to its sequence up to itself, and to the keys of the draft steps that continue from it: a training
     step that unrolls a draft sees the earlier steps of the same draft.
@@ -270,7 +274,11 @@ def attend(
 def attend_plain(
     query: Tensor, key: Tensor, value: Tensor, spans: Spans, step_pairs: StepPairs = ()
 ) -> Tensor:
-    """Return what `attend` returns, with the same arguments; for CPUs, by matrix products of pieces of sequences."""
+    """Return the attention output [h, S, w] of the wanted rows (tokens that attend), by products of pieces.
+
+    For CPUs; the arguments are those of `attend`: queries [h, S, w], keys and values [k, N, w] of all rows, which rows
+    attend, and keys and values [k, S, w] of each draft step.
+    """
     # autograd tracks only tensors that are arguments themselves, not those in a list
     flat: list[Tensor] = []
     for pair in step_pairs:
@@ -289,10 +297,11 @@ def attend_flex(
     step_pairs: StepPairs = (),
     kernel: Any = None,
 ) -> Tensor:
-    """Return what `attend` returns, with the same arguments; for accelerators, by PyTorch's flex attention.
+    """Return the attention output [h, S, w] of the wanted rows (tokens that attend), by PyTorch's flex attention.
 
-    One call of the kernel reads the sequences. The draft steps are added by hand, as every row has its own keys there.
-    It has no gradient on a CPU. `kernel` replaces flex attention in tests and in forecasts of memory.
+    For accelerators; the arguments are those of `attend`. One call of the kernel reads the sequences. The draft steps,
+    whose keys and values are in `step_pairs`, are added by hand, as every row has its own keys there. It has no
+    gradient on a CPU. `kernel` replaces flex attention in tests and in forecasts of memory.
     """
     attention = kernel
     # on a CPU, where only tests call this, it is not compiled
@@ -313,14 +322,15 @@ def attend_flex(
 
 @cache
 def compile_flex() -> Any:
-    """Return flex attention, compiled once for batches of all lengths."""
+    """Return PyTorch's flex attention, compiled once for batches of all lengths."""
     return torch.compile(flex_attention, dynamic=True)
 
 
 def _attention_shares(query: Tensor, context: Tensor, step_pairs: StepPairs) -> Tensor:
-    """Return the share [1 + steps, h, S] of each row's attention that goes to its sequence, then to each draft step.
+    """Return the part [1 + steps, h, S] of each row's attention that goes to its sequence, then to each draft step.
 
-    A softmax over the log-sum-exp of the sequence's scores and the scores with the steps gives the shares.
+    A softmax over the log-sum-exp of the sequence's scores and the scores with the steps gives the shares. By these
+    shares the outputs over the sequence and over the steps are added up.
 
     Args:
         query: [h, S, w], of S rows, with h query heads of width w.
@@ -337,7 +347,7 @@ def _attention_shares(query: Tensor, context: Tensor, step_pairs: StepPairs) -> 
 
 
 def _merge_outputs(output: Tensor, shares: Tensor, step_pairs: StepPairs, keys: int) -> Tensor:
-    """Return the attention output [h, S, w] over sequences and draft steps, each weighted by its share.
+    """Return the attention output [h, S, w] over sequences and draft steps, each weighted by its part of the softmax.
 
     Args:
         output: [h, S, w], that over the sequences alone, of S rows and h query heads of width w.
@@ -363,7 +373,7 @@ class _Plain(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, spans: Spans, *flat: Tensor
     ) -> Tensor:
-        """Return the attention output [h, S, w] of the wanted rows, as `attend` describes it.
+        """Return the attention output [h, S, w] of the wanted rows (tokens that attend), by blocks of rows.
 
         Args:
             ctx: Gets the tensors and spans for `backward`.
@@ -457,8 +467,11 @@ def _add_step_gradients(
 ) -> list[Tensor]:
     """Return the gradients [k, S, w] of a draft step's keys and values, and add its part to `grad_query` in place.
 
+    With p the probability of the step's key, o the output, g its gradient and v the step's value, the gradient of the
+    score is p (g v - sum g o).
+
     Args:
-        query: [h, S, w], of S rows, with h query heads of width w, scaled by 1 / sqrt(w).
+        query: [h, S, w], of S rows (tokens), with h query heads of width w, scaled by 1 / sqrt(w).
         grad_query: [h, S, w], the sum so far.
         grad_out: [h, S, w], the gradient at the attention output.
         mean_grad: [h, S, 1], the sum of output * grad_out over the width.
@@ -474,7 +487,10 @@ def _add_step_gradients(
 
 
 def _pairs(flat: Sequence[Tensor]) -> StepPairs:
-    """Return the pairs (keys, values) of draft steps from a flat list that has keys and values in turn."""
+    """Return the pairs (keys, values) of draft steps from a flat list that has keys and values in turn.
+
+    Autograd takes no list of pairs as an argument.
+    """
     return list(zip(flat[::2], flat[1::2], strict=True))
 
 
@@ -484,7 +500,7 @@ def _pairs(flat: Sequence[Tensor]) -> StepPairs:
 def split_pieces(
     spans: Spans, drafted: Drafted, like: Tensor, size: int | None = None
 ) -> Iterator[tuple[slice, list[slice], Tensor]]:
-    """Yield the wanted rows in pieces that attend in one matrix product.
+    """Yield the wanted rows (tokens that attend) in pieces that attend in one matrix product.
 
     Args:
         spans: The wanted rows.
@@ -495,9 +511,9 @@ def split_pieces(
         size: The most rows of a piece; None for the best size of the dtype.
 
     Yields:
-        For each piece of n rows: its rows among the wanted ones, as a slice; the columns that at least one of them
-        sees, one or two slices of all rows; and an additive mask [n, columns], minus infinity where a row does not see
-        a column. The mask may be of the last of the columns only: all rows see those before.
+        For each piece of n rows: its rows among the wanted ones, as a slice; the columns (keys) that at least one of
+        them sees, one or two slices of all rows; and an additive mask [n, columns], minus infinity where a row does not
+        see a column. The mask may be of the last of the columns only: all rows see those before.
     """
     size = size or PIECE.get(like.dtype, PIECE_ELSE)
     counts = (drafted,) if isinstance(drafted, int) else drafted
@@ -524,19 +540,22 @@ def split_pieces(
 
 
 def _round_up(count: int, dtype: torch.dtype) -> int:
-    """Return a number of columns rounded up to the dtype's multiple, so that there are few shapes of products."""
+    """Return a number of columns (keys) rounded up to the dtype's multiple, so that products have few shapes.
+
+    In bf16 a CPU prepares a kernel for each new shape.
+    """
     multiple = COLUMNS.get(dtype, 1)
     return -(-count // multiple) * multiple
 
 
 def _additive(is_hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a new additive mask of a bool mask: minus infinity where a column is hidden, 0 elsewhere."""
+    """Return an additive attention mask of a bool mask: minus infinity where a key is hidden, 0 elsewhere."""
     zeros = torch.zeros(is_hidden.shape, dtype=dtype, device=is_hidden.device)
     return zeros.masked_fill_(is_hidden, -math.inf)
 
 
 def _hide_later(row_indices: Sequence[int], end: int, like: Tensor) -> Tensor:
-    """Return the additive causal mask [n, end - first] of n rows over the columns from the first of them to `end`.
+    """Return the additive causal mask [n, end - first] of n rows (tokens) over the keys from the first row's to `end`.
 
     `row_indices` are the indices of the rows, in ascending order. `like` has the dtype and the device of the mask.
     """
@@ -551,9 +570,10 @@ def _hide_later(row_indices: Sequence[int], end: int, like: Tensor) -> Tensor:
 
 @cache
 def _future(count: int, stride: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the additive causal mask [count, columns] of `count` rows a stride apart, from the first row's column on.
+    """Return the additive causal mask [count, columns] of `count` rows (tokens) a stride apart, over keys (columns).
 
-    It has enough columns for every piece of this size, rounding included, so that one cached mask serves all of them.
+    The columns begin with the first row's own. They are enough for every piece of this size, rounding included, so that
+    one cached mask serves all of them.
     """
     row = stride * torch.arange(count, device=device)[:, None]
     columns = torch.arange((count - 1) * stride + COLUMNS.get(dtype, 1), device=device)
@@ -561,9 +581,10 @@ def _future(count: int, stride: int, dtype: torch.dtype, device: torch.device) -
 
 
 def read_columns(ranges: Sequence[slice], *tensors: Tensor) -> list[Tensor]:
-    """Return the m columns of one or two ranges [heads, m, width], of each tensor [heads, columns, width].
+    """Return the m columns (keys or values) of one or two ranges, [heads, m, width], of each tensor.
 
-    In bf16 they are contiguous: a product copies a tensor that is not, and copies it far slower if it transposes it.
+    The tensors are [heads, columns, width]. In bf16 the results are contiguous: a product copies a tensor that is not,
+    and copies it far slower if it transposes it.
     """
     columns = []
     for tensor in tensors:
@@ -578,7 +599,7 @@ def read_columns(ranges: Sequence[slice], *tensors: Tensor) -> list[Tensor]:
 
 
 def zeros_for_gradient(tensor: Tensor) -> Tensor:
-    """Return zeros [heads, width, N] for the transposed gradient of keys or values [heads, N, width] of N rows.
+    """Return zeros [heads, width, N] for the transposed gradient of keys or values [heads, N, width] of N tokens.
 
     In memory each row is padded to the dtype's multiple of columns, as the products that are added have such sizes.
     """
@@ -587,7 +608,7 @@ def zeros_for_gradient(tensor: Tensor) -> Tensor:
 
 
 def add_product(total: Tensor, ranges: Sequence[slice], left: Tensor, right: Tensor) -> None:
-    """Add left.mT @ right to m of the columns of a total in place: a piece's part of the gradient of keys or values.
+    """Add left.mT @ right to m columns of a total in place: the part of some rows in the gradient of keys or values.
 
     Args:
         total: [key heads, width, N], with N columns.
@@ -601,9 +622,10 @@ def add_product(total: Tensor, ranges: Sequence[slice], left: Tensor, right: Ten
 
 
 def by_key(tensor: Tensor, key: Tensor) -> Tensor:
-    """Return a view [k, h / k, rows, ..] of [h, rows, ..]: query heads that share a key head have one first index.
+    """Return a view [k, h / k, tokens, ..] of [h, tokens, ..]: query heads that share a key head have one first index.
 
-    Only the number k of key heads is read from `key` [k, ..]; h is that of query heads.
+    Only the number k of key heads is read from `key` [k, ..]; h is that of query heads. A product with the keys [k, 1,
+    rows, ..] then needs no copy of them.
     """
     return tensor.unflatten(0, (len(key), -1))
 
@@ -611,14 +633,15 @@ def by_key(tensor: Tensor, key: Tensor) -> Tensor:
 def group_by_key(tensor: Tensor, key: Tensor) -> Tensor:
     """Return [k, h / k * n, width] of [h, n, width]: the rows of query heads that share a key are stacked in one head.
 
-    Only the number k of key heads is read from `key` [k, ..]; h is that of query heads, n that of rows.
+    Only the number k of key heads is read from `key` [k, ..]; h is that of query heads, n that of rows (tokens). One
+    matrix product with the keys [k, ..] then serves all of these query heads.
     """
     heads, count, width = tensor.shape
     return tensor.reshape(len(key), heads // len(key) * count, width)
 
 
 def attention_probs(query: Tensor, key: Tensor, extra_scores: Tensor, mask: Tensor) -> Tensor:
-    """Return the attention probs [k, h / k * n, m + e] of n rows over m columns and e further keys of each row.
+    """Return the attention probs [k, h / k * n, m + e] of n rows (tokens) over m keys and e further keys of each row.
 
     The rows of the h / k query heads that share a key head are stacked, one head after the other.
 

@@ -55,7 +55,7 @@ def block_kind(weights: Weights, prefix: str) -> dict[str, bool]:
     """Return which additions to a Llama block a target's block has: "qk_norm" and "qkv_bias", each with the value True.
 
     They are keys of a head's shape, by which its blocks are made with these additions. `prefix` begins the names of the
-    block's tensors.
+    block's tensors. The head then starts from the block's weights.
     """
     return {
         kind: True
@@ -93,7 +93,10 @@ def copy_block(block: nn.Module, weights: Weights, prefix: str, config: Any) -> 
 
 
 def find_tensor(weights: Weights, name: str) -> Tensor | None:
-    """Return the target's tensor of this name, or None if the target has no such tensor."""
+    """Return the target's tensor of this name, or None if the target has no such tensor.
+
+    `weights` returns the target's tensor by its name, and raises KeyError or ValueError where it has none.
+    """
     try:
         return weights(name)
     except (KeyError, ValueError):
@@ -104,7 +107,8 @@ def find_tensor(weights: Weights, name: str) -> Tensor | None:
 def copy_tensor(parameter: Tensor, weights: Weights, name: str, config: Any) -> None:
     """Copy the target's tensor of this name to a parameter in place.
 
-    ValueError if it is missing, has another shape, or is packed by quantization.
+    ValueError if it is missing, has another shape, or is packed by quantization. `weights` returns a target's tensor by
+    its name, and `config` is the target's, for the message.
     """
     tensor = find_tensor(weights, name)
     if tensor is None or tensor.shape != parameter.shape or tensor.dtype not in PLAIN:

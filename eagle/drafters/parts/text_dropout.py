@@ -22,12 +22,12 @@ class TextDropout:
     def __init__(
         self, share: float, seeds: Sequence[int], counts: Sequence[int], device: torch.device
     ) -> None:
-        """Seed the generators.
+        """Make a random generator for each sequence, from its seed.
 
         Args:
             share: Of the numbers that are zeroed, below 1; 0 for no dropout.
             seeds: The random seed of each sequence.
-            counts: The number of rows of each sequence.
+            counts: The number of rows (tokens) of each sequence.
             device: Where the rows are.
         """
         self.share = share
@@ -37,23 +37,23 @@ class TextDropout:
         ]
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """Return the R concatenated rows [R, ..] of all sequences with dropout; the very tensor if there is none."""
+        """Return the R concatenated rows (tokens) [R, ..] of all sequences with dropout; `rows` itself without it."""
         if not self.share:
             return rows
         keep_mask = torch.empty(rows.shape, dtype=torch.bool, device=rows.device)
         return self._drop(rows, keep_mask, keep_mask.split(self.counts))
 
     def drop_padded(self, rows: Tensor) -> Tensor:
-        """Return right-padded sequences [sequences, rows, ..] with dropout on their rows; padding is only scaled.
+        """Return right-padded sequences [sequences, tokens, ..] with dropout; padding is only scaled.
 
-        A row gets the same dropout as in `__call__`, so the result does not depend on padding.
+        A token gets the same dropout as in `__call__`, so the result does not depend on padding.
         """
         keep_mask = torch.ones(rows.shape, dtype=torch.bool, device=rows.device)
         seqs = [row[:count] for row, count in zip(keep_mask, self.counts, strict=True)]
         return self._drop(rows, keep_mask, seqs)
 
     def _drop(self, rows: Tensor, keep_mask: Tensor, seqs: Sequence[Tensor]) -> Tensor:
-        """Sample the mask of each sequence, and return the rows with dropout.
+        """Sample the mask of each sequence, and return the rows (tokens) with dropout.
 
         Args:
             rows: The rows of all sequences, concatenated or padded.
@@ -67,7 +67,7 @@ class TextDropout:
 
 
 def draw_keep_mask(like: Tensor, share: float, generator: torch.Generator) -> Tensor:
-    """Sample a bool mask of the shape of `like`, true with the probability 1 - share, exact to 1 in 65,536.
+    """Sample a dropout mask of the shape of `like`, true with probability 1 - share, exact to 1 in 65,536.
 
     The random numbers are those of `generator`, which is on the device of `like`.
     """

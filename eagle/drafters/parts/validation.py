@@ -22,7 +22,7 @@ NO_RANK = torch.iinfo(torch.long).max  # a rank that no node of a tree has
 
 
 def add_sums(sums: dict[str, Tensor], more: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return two dictionaries of sums (`validate_sequence`) added up by name, those of two batches or two processes.
+    """Return two dictionaries of sums of validation, of two batches or two processes, added up by name.
 
     Both have the same names, or one is empty: it had no supervised slot.
     """
@@ -99,7 +99,7 @@ def validate_batch(
     logits: tuple[Sequence[Logits], Logits],
     trees: dict[str, Paths],
 ) -> dict[str, Tensor]:
-    """Return sums over the supervised slots of all sequences of a batch, as `validate_sequence` does for one.
+    """Return sums over the supervised slots (tokens) of all sequences of a batch, for the figures of validation.
 
     They are the number of slots, terms that compare the head's probs with the target's, and how often the levels of
     each tree are reached and accepted. Empty if there is no supervised slot.
@@ -136,7 +136,7 @@ def validate_batch(
 
 
 def figures(sums: dict[str, Tensor]) -> dict[str, float]:
-    """Turn sums of `validate_batch` into means per slot and figures of each tree.
+    """Turn sums of validation into means per slot (supervised token) and figures of each tree.
 
     "cross_entropy", "agreement" and "overlap" become means. For each tree, by its name, "TREE/1", "TREE/2" and so on
     are the rates at which a level is accepted if the level above was. "TREE/tau" is the acceptance length: tokens per
@@ -159,7 +159,7 @@ def figures(sums: dict[str, Tensor]) -> dict[str, float]:
 
 
 def chain_rates(means: dict[str, float]) -> list[float]:
-    """Return the rate at which a chain is accepted down to each level, the products of the rates by level.
+    """Return the rate at which a chain of drafts is accepted down to each level: the products of the levels' rates.
 
     `means` come from `figures`. The list is empty if they have no tree "chain".
     """
@@ -171,21 +171,22 @@ def chain_rates(means: dict[str, float]) -> list[float]:
 def _ranks(student: Logits, states: Tensor, wanted: Tensor) -> Tensor:
     """Return the rank [N] of the wanted token [N] among the student's logits at each of N states [N, width].
 
-    Logits are made for ROWS states at a time, because those of all may not fit in memory.
+    Logits are made for ROWS states at a time, because those of all may not fit in memory. A rank is the number of
+    tokens with a higher logit: 0 for the likeliest.
     """
     chunks = zip(states.split(ROWS), wanted.split(ROWS), strict=True)
     return torch.cat([_rank_in(student(rows), tokens) for rows, tokens in chunks])
 
 
 def _rank_in(logits: Tensor, wanted: Tensor) -> Tensor:
-    """Return how many tokens have a higher logit [N, V] than the wanted token [N], in each row."""
+    """Return [N], how many tokens have a higher logit than the wanted one, in each row of logits [N, V]."""
     return (logits > logits.gather(1, wanted[:, None])).sum(-1)
 
 
 def _compare(
     states: Tensor, target_hidden: Tensor, student: Logits, teacher: Logits
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Compare the student's probs q with the teacher's p at N slots.
+    """Compare the student's (head's) probs q with the teacher's (target's) p at N slots (tokens).
 
     Args:
         states: The inputs of the student's LM head [N, width].
@@ -199,7 +200,7 @@ def _compare(
     """
 
     def compare(states: Tensor, target_hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the likeliest tokens and their ranks [2, n], and the three terms [3, n], at n slots."""
+        """Return the teacher's likeliest tokens and their ranks [2, n], and three terms [3, n], at n of the slots."""
         logits = student(states)
         target_logits = teacher(target_hidden)
         chosen = target_logits.max(-1).indices
@@ -232,14 +233,16 @@ class _Descent:
 
     A draft begins at every slot. It takes the child whose rank is that of the target's token, and ends where the tree
     has no such child or the token is not known.
-
-    Args:
-        paths: The tree: for each node the ranks of the children to take from the root.
-        slots: S, the number of drafts.
-        device: That of the ranks.
     """
 
     def __init__(self, paths: Paths, slots: int, device: torch.device) -> None:
+        """Put every draft at the root of the tree.
+
+        Args:
+            paths: The tree: for each node the ranks of the children to take from the root.
+            slots: S, the number of drafts: one begins at each supervised slot (token).
+            device: The device of the ranks that `advance` gets.
+        """
         self.depth = max(len(path) for path in paths)
         # the number of each node, by its path; the root is 0
         nodes: dict[tuple[int, ...], int] = {(): 0}
@@ -258,11 +261,14 @@ class _Descent:
 
     @property
     def goes_on(self) -> Tensor:
-        """[S] bool, whether each draft is still in the tree."""
+        """[S] bool, whether each of S drafts is still in the tree.
+
+        It has left the tree once the target's token is no child of its node.
+        """
         return self.node >= 0
 
     def advance(self, ranks: Tensor, is_known: Tensor) -> None:
-        """Descend one level; below the tree's last one nothing is counted.
+        """Let every draft descend one level of the tree; below the tree's last level nothing is counted.
 
         Args:
             ranks: [S], the rank that the head gives the target's token; any number where the draft has ended.
@@ -278,7 +284,8 @@ class _Descent:
     def counts(self) -> tuple[Tensor, Tensor]:
         """Return how many drafts reached each level, and how many were accepted there, float64 [levels] on the host.
 
-        A level counts as reached if the level above was accepted and its token is known.
+        A level counts as reached if the level above was accepted and its token is known. Their quotients are the
+        acceptance rates by level.
         """
         reached, accepted = torch.stack(self.level_counts).cpu().double().unbind(1)
         return reached, accepted

@@ -21,7 +21,7 @@ class Window:
 
     @property
     def most(self) -> int:
-        """The most rows of a sequence in the cache; when there are more, those that no later row sees are dropped.
+        """The most rows (tokens) of a sequence in the KV cache; beyond that, those that no later row sees are dropped.
 
         Dropping moves all later rows, so twice the recent rows are allowed before it is done.
         """
@@ -30,7 +30,8 @@ class Window:
     def hides(self, place: Any, row: Any, begin: Any, drafted: Any) -> Any:
         """Return whether a row (token) no longer sees an earlier row of its sequence: one neither recent nor a sink.
 
-        All arguments are numbers or tensors that broadcast.
+        All arguments are numbers or tensors that broadcast. The window bounds the cost of long sequences; sinks are a
+        sequence's first tokens, which stay visible.
 
         Args:
             place: The index of the earlier row.
@@ -44,7 +45,7 @@ class Window:
         return is_old & (place >= begin + self.sinks)
 
     def columns(self, begin: int, first: int, end: int, drafted: int) -> list[slice]:
-        """Return the columns (rows as keys) that at least one of the rows from `first` to before `end` sees.
+        """Return the keys (by index) that at least one of the rows (tokens) from `first` to before `end` sees.
 
         They are one slice, or two if there is a gap between the sinks and the recent rows.
 

@@ -32,7 +32,7 @@ class BlockState(HeadState):
     head: Any
 
     def __init__(self, head: Any) -> None:
-        """Begin without sequences; `head` is a `Falcon`."""
+        """Begin without sequences; `head` is a `Falcon`, which drafts blocks of k tokens."""
         super().__init__(head)
         self.size: int = head.size  # k
         # by row: the transformer block's inputs at the last slots, which the next forward reads again: up to k - 1 of
@@ -40,25 +40,25 @@ class BlockState(HeadState):
         self.recent: dict[int, Tensor] = {}
 
     def admit(self, row: int, noise: Noise | None = None) -> None:
-        """Begin the sequence of a row, without slots yet; `noise` is the target's sampling noise, None if greedy."""
+        """Begin the sequence `row`, without tokens yet; `noise` is the target's sampling noise, None if greedy."""
         super().admit(row, noise)
         self.recent[row] = torch.empty(
             0, self.head.shape.hidden_size, dtype=self.dtype, device=self.device
         )
 
     def fork(self, row: int, other: int) -> None:
-        """Copy a row's cache and the inputs of its last slots to the new row `other`, as beam search does."""
+        """Copy the keys, values and last inputs of the sequence `row` to a new one, `other`, as beam search does."""
         super().fork(row, other)
         # shared, as these tensors are replaced and never changed
         self.recent[other] = self.recent[row]
 
     def release(self, row: int) -> None:
-        """Drop the sequence of a row."""
+        """Drop the sequence `row`, which has ended."""
         super().release(row)
         del self.recent[row]
 
     def _enter_committed(self, updates: Mapping[int, Committed]) -> tuple[Tensor, ...]:
-        """Return the transformer block's inputs [T, H] at the T new slots of each row, in the order of `updates`.
+        """Return Falcon's inputs [T, H] of its transformer block at the T new slots of each row, in the updates' order.
 
         A row, a sequence of the batch, has a new slot for each newly committed token. H is the hidden size. `updates`
         have the tokens, the target's features at them, and the root, the token after them.
@@ -79,11 +79,11 @@ class BlockState(HeadState):
         return entered.split([len(update.tokens) for update in updates.values()])
 
     def _read_group(self, updates: Mapping[int, Committed]) -> Tensor:
-        """Read the new slots of each of B rows in one padded forward, and return the states [B, k, H] of its last k.
+        """Read the new slots of B rows in one padded forward; return the states [B, k, H] of each row's last k.
 
         These k slots are the first block of a draft. H is the hidden size. The slots' keys and values are added to the
         cache, and their inputs to `self.recent`. `updates` are the newly committed tokens by row, a sequence of the
-        batch.
+        batch. A slot reads one token.
         """
         head = self.head
         cache = self.cache
@@ -121,7 +121,7 @@ class BlockState(HeadState):
         cache_rows: list[int],
         hidden: Tensor,
     ) -> list[DraftTree]:
-        """Return the draft tree of each request; it has only the root if the sequence has fewer than k slots.
+        """Return the draft tree of each request; it has only the root if the sequence has fewer than k slots (tokens).
 
         Args:
             requests: Those of the B rows, the sequences of the batch.
@@ -151,20 +151,21 @@ class _BlockLevels(Levels):
         hidden: Tensor,
         *inputs: Tensor,
     ) -> None:
-        """Begin the drafts of B rows, the sequences of the batch.
+        """Begin the drafts of B rows, the sequences of the batch, with the block of k slots (tokens) at their ends.
 
         Args:
             state: The drafting state of the head.
             cache_rows: The index of each row in the KV cache.
             hidden: The states [B, k, hidden size] of the k slots of the roots' blocks.
-            inputs: Cosines, sines and the additive mask of the columns before the draft, as in `Levels`.
+            inputs: Cosines and sines [B or 1, levels, w of a head], and the additive mask of the cached tokens before
+                the draft.
         """
         super().__init__(state, cache_rows, hidden, *inputs)
         # of the roots' blocks, whose states `root_states` are [B, 1, k, hidden size]
         self.root_logits: Tensor = state.head.logits(self.root_states, state.head.target_head)
 
     def _begin(self) -> None:
-        """Reset to the roots' blocks, for a new draft of B rows (sequences).
+        """Reset to the roots' blocks of k slots, for a new draft of B rows (sequences).
 
         The root's block has the last k slots of a row's committed tokens. It is in the cache and counts as none of the
         draft's R blocks. In the shapes below F blocks were read by the last forward, for one level of K nodes. H is the
@@ -223,7 +224,7 @@ class _BlockLevels(Levels):
         return logits.take_along_dim(self.block_index[..., None], 1)
 
     def _read_block(self, depth: int) -> None:
-        """Read a new block for each of the K nodes of a level, and set its states, logits and mask in place.
+        """Read a new block of k slots for each of the K nodes of a level, and set its states, logits and mask in place.
 
         A block has the last k tokens of the node's path, each with the state that predicted it. `depth` is that of the
         nodes, a multiple of k. B is the number of rows, R that of all blocks that a draft has read, these included.

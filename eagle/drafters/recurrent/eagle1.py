@@ -27,7 +27,8 @@ class Eagle1(FeatureHead):
     def forward(self, batch: Batch, target_head: TargetHead) -> dict[str, Tensor]:
         """Return EAGLE-1's loss: Smooth-L1 of the features plus cross-entropy of the probs, each with its weight.
 
-        Both are means over the supervised slots. "total" is minimised, the other terms are logged.
+        Both are means over the supervised slots, at which token i and the feature of it predict the next feature.
+        "total" is minimised, the other terms are logged.
         """
         settings = self.settings
         # the default objective is the cross-entropy; the third result is the loss by step, and there is one step

@@ -47,7 +47,7 @@ class Eagle3(FusedHead):
     def network(self) -> dict[str, Any]:
         """The name of the network and the settings that decide what its weights mean, for checkpoints and engines.
 
-        They are its stack of blocks, its taps (the target's hidden states that it reads) and its norms.
+        They are its stack of blocks, its taps (the target's layers whose inputs it reads) and its norms.
         """
         return {
             "network": "fused",
@@ -58,7 +58,10 @@ class Eagle3(FusedHead):
         }
 
     def next_input(self, state: Tensor) -> Tensor:
-        """Return the state that the next level reads: the last block's output, normed if `norm_output` is set."""
+        """Return the state that the next level reads: the last block's output, normed if `norm_output` is set.
+
+        The norm is EAGLE-3.1's.
+        """
         return self.norm(state) if self.settings.norm_output else state
 
     def forward(self, batch: Batch, target_head: TargetHead) -> dict[str, Tensor]:

@@ -75,14 +75,17 @@ class Gate(nn.Linear):
     """
 
     def __init__(self, inputs: int, width: int) -> None:
-        """Make the three maps as one, from `inputs` numbers to `width` each, initialised as torch's LSTM."""
+        """Make the three linear maps as one, from `inputs` numbers to `width` each, initialised as in torch's LSTM."""
         super().__init__(inputs, 3 * width)
         bound = width**-0.5
         nn.init.uniform_(self.weight, -bound, bound)
         nn.init.uniform_(self.bias, -bound, bound)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the new state [.., width] from x [.., inputs]."""
+        """Return the new state [.., width] from x [.., inputs].
+
+        out = sigmoid(o) * tanh(sigmoid(i) * tanh(c)): an LSTM step from an empty state, so without a forget gate.
+        """
         input_gate, cell, output_gate = super().forward(x).chunk(3, dim=-1)
         return output_gate.sigmoid() * (input_gate.sigmoid() * cell.tanh()).tanh()
 
@@ -104,7 +107,7 @@ class Falcon(TrainableDrafter):
     rotary: Rotary
 
     def __init__(self, settings: FalconSettings, shape: HeadShape) -> None:
-        """Make two gates, one block and its rotary tables."""
+        """Make two gates that join token and state, one Llama block, and its rotary tables."""
         super().__init__(settings, shape)
         width = shape.hidden_size
         self.gates = nn.ModuleList([Gate(2 * width, width), Gate(width, width)])
@@ -124,22 +127,25 @@ class Falcon(TrainableDrafter):
 
     @property
     def network(self) -> dict[str, Any]:
-        """The network's name and the number of slots in a block, which decides what its weights mean."""
+        """The network's name and the number of tokens in a block (k), which decides what its weights mean."""
         return {"network": "falcon", "k": self.settings.k}
 
     @property
     def size(self) -> int:
-        """The number k of slots of a block: consecutive positions that one forward reads together."""
+        """The number k of slots of a block: consecutive positions that one forward reads together.
+
+        The paper calls it k.
+        """
         return int(self.settings.k)
 
     @property
     def levels(self) -> int:
-        """The largest number of levels that it drafts, one token each."""
+        """The largest number of levels (tokens) that a draft may have."""
         return int(self.settings.levels)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of its weights."""
+        """The dtype of the head's weights, in which it computes."""
         return next(self.parameters()).dtype
 
     def enter(
@@ -148,7 +154,7 @@ class Falcon(TrainableDrafter):
         hidden: Tensor,
         drop: Callable[[Tensor], Tensor] = lambda state: state,
     ) -> Tensor:
-        """Return the transformer block's input [.., H]: two gates applied to embedded tokens and states.
+        """Return the transformer block's input [.., H]: two gates (LSTM steps) applied to embedded tokens and states.
 
         Args:
             embedded: The tokens' embeddings [.., H], H the hidden size.
@@ -170,8 +176,8 @@ class Falcon(TrainableDrafter):
     ) -> Tensor:
         """Return the head's states [B, T, H] at T slots of each of B sequences (H: the hidden size).
 
-        A slot reads a token [B, T] and a state `hidden` [B, T, H]. The other arguments are those of
-        `eagle.drafters.parts.sequence_state.SequenceHead.read`.
+        A slot reads a token [B, T] and a state `hidden` [B, T, H]. `tables` are cosines and sines at the slots'
+        positions, `mask` is the additive attention mask, and `caches` holds the KV cache of the only block.
         """
         # there is a single block, hence one cache
         entered = self.enter(target_head.embed(tokens).to(hidden.dtype), hidden)
@@ -214,7 +220,7 @@ class Falcon(TrainableDrafter):
         blocks: SlotBlocks,
         block_pairs: StepPairs,
     ) -> Tensor:
-        """Return the states [k, A, H] of the k slots of A blocks (H: the hidden size).
+        """Return the states [k, A, H] of the k slots (tokens) of A blocks (H: the hidden size).
 
         They are blocks of the sequences, or blocks that a draft adds after each of these. Their slots attend to the
         sequence up to the last slot of its block, and to the blocks drafted after that, their own included.
@@ -238,7 +244,7 @@ class Falcon(TrainableDrafter):
     # -- training -----------------------------------------------------------------------------------------------------
 
     def forward(self, batch: Batch, target_head: TargetHead) -> dict[str, Tensor]:
-        """Return Smooth-L1 of the states plus cross-entropy of the probs, at the slots of blocks that do not overlap.
+        """Return Smooth-L1 of the states plus cross-entropy of the probs, at the tokens of blocks that do not overlap.
 
         "total" is minimised, the other terms are logged.
         """
@@ -285,7 +291,10 @@ class Falcon(TrainableDrafter):
         drop = self._dropout(batch)
 
         def read(tokens: Tensor, hidden: Tensor) -> Tensor:
-            """Return the head's states [R, hidden size] at the R slots of all blocks, from the inputs of all slots."""
+            """Return the head's states [R, hidden size] at the R slots of all blocks, from the inputs of all slots.
+
+            A slot reads a token of [N] and a state of [N, H].
+            """
             # read_text also returns keys and values, which training does not need
             entered = self.enter(target_head.embed(tokens).to(hidden.dtype), hidden, drop)
             return self.read_text(entered, tables, blocks)[0].flatten(0, 1)
@@ -311,7 +320,7 @@ class Falcon(TrainableDrafter):
         return read(tokens, hidden), answer_states, blocks.weights(counted).flatten()
 
     def _dropout(self, batch: Batch) -> TextDropout:
-        """Return the dropout between the gates, from each sequence's seed; it does nothing outside training."""
+        """Return the dropout between the two gates, by each sequence's seed; it does nothing outside training."""
         # the last two tokens of a sequence have no slot
         slot_counts = [max(length - 2, 0) for length in batch.lengths]
         share = self.settings.dropout if self.training else 0.0
@@ -319,11 +328,17 @@ class Falcon(TrainableDrafter):
 
     @property
     def follows_progress(self) -> bool:  # type: ignore[override]
-        """Whether the loss depends on the progress of training, because the share of glanced slots changes."""
+        """Whether the loss depends on the progress of training.
+
+        It does if the share of slots that read their answers changes over the run.
+        """
         return bool(self.settings.glance_from != self.settings.glance_to)
 
     def glanced_share(self, progress: float) -> float:
-        """Return the share of wrongly predicted slots that read their answers, linear in the progress (0 to 1)."""
+        """Return the share of wrongly predicted slots that read their answers, linear in training's progress (0 to 1).
+
+        In a glancing Transformer (Qian et al. 2021) the others then learn from these answers, and fewer over time.
+        """
         settings = self.settings
         return float(settings.glance_from + (settings.glance_to - settings.glance_from) * progress)
 
@@ -336,7 +351,7 @@ class Falcon(TrainableDrafter):
         target_head: TargetHead,
         trees: dict[str, Paths],
     ) -> dict[str, Tensor]:
-        """Return sums over the supervised slots of a batch: loss terms, and how often each tree's levels are accepted.
+        """Return sums over a batch's supervised slots (tokens): loss terms, and how often levels are accepted.
 
         `trees` are fixed trees by name: the paths of their nodes, as ranks of children from the root. The first k - 1
         slots of a sequence have no whole block. They count as drafts of which nothing is accepted.
@@ -408,7 +423,9 @@ class Falcon(TrainableDrafter):
         return [(state, target_head.logits) for state in level_states[:levels]]
 
     def _slot_pairs(self, entered: Tensor, tables: Pair) -> list[Pair]:
-        """Return the keys and values of A blocks: a pair [heads, A, w of a head] for each of the k slots, in order.
+        """Return the keys and values of A blocks: a pair [heads, A, w] for each of the k slots of a block, in order.
+
+        They are what later blocks of the same draft attend to. w is the width of a head.
 
         Args:
             entered: The transformer block's inputs at the slots of the blocks [k * A, hidden size], slot by slot.
@@ -422,11 +439,11 @@ class Falcon(TrainableDrafter):
     # -- drafting -----------------------------------------------------------------------------------------------------
 
     def open(self) -> BlockState:
-        """Return the state for several sequences drafted in a batch."""
+        """Return the drafting state for several sequences that are decoded in a batch."""
         return BlockState(self)
 
     def forwards(self, budget: Budget) -> tuple[int, ...]:
-        """Return how many slots each forward after the first reads: a block of k for each node of every k-th level.
+        """Return how many slots (tokens) each forward after the first reads: k for each node of every k-th level.
 
         The cost of a draft within this budget is forecast from it. The first forward reads the committed tokens.
         """
@@ -435,7 +452,7 @@ class Falcon(TrainableDrafter):
         return tuple(self.size * nodes for nodes in rows[self.size - 1 :: self.size])
 
     def unread(self, accepted: int, depth: int) -> int:
-        """Return how many slots the next draft's first forward reads.
+        """Return how many slots (tokens) the next draft's first forward reads.
 
         They are those of the accepted tokens and of the root, and k - 1 earlier ones.
 
@@ -446,7 +463,7 @@ class Falcon(TrainableDrafter):
         return accepted + self.size
 
     def kept_bytes(self, tokens: int, column: ColumnBytes) -> int:
-        """Return the bytes of one sequence's state: keys and values, and the inputs at the last slots (`BlockState`).
+        """Return the bytes of one sequence's state: keys and values, and inputs of the last k - 1 tokens.
 
         Args:
             tokens: The length of the sequence, the tokens of a draft included.
@@ -468,14 +485,17 @@ class Falcon(TrainableDrafter):
 
         @torch.inference_mode()
         def run() -> Tensor:
-            """Run the forward, and return the logits [scored, V]."""
+            """Run one timed forward, and return the logits [scored, V] of its last slots."""
             return self.logits(read()[0, -scored:], self.target_head)
 
         return run
 
 
 def likeliest(states: Tensor, target_head: TargetHead) -> Tensor:
-    """Return the likeliest token [R] for each of R states [R, hidden size], by the target's LM head."""
+    """Return the likeliest token [R] for each of R states [R, hidden size], by the target's LM head.
+
+    Training compares them to find wrong predictions.
+    """
     # `max` gives the same as `argmax`, which takes four times as long in bf16 on CPUs; the states are split because
     # logits of all rows may not fit in memory
     return torch.cat([target_head.logits(rows).max(-1).indices for rows in states.split(ROWS)])
@@ -486,7 +506,7 @@ def replace_rows(rows: Tensor, slots: Tensor, marked: Tensor, replacements: Tens
 
     Args:
         rows: [N, ..], of all N slots.
-        slots: [R], the indices of R rows.
+        slots: [R], the indices of the R rows that may be replaced.
         marked: R booleans, whether to replace the row at this index.
         replacements: [R, ..], used where `marked` is true.
     """
@@ -517,14 +537,17 @@ class SlotBlocks:
 
     @classmethod
     def everywhere(cls, batch: Batch, size: int) -> SlotBlocks:
-        """Return blocks of `size` slots that end at every supervised slot, as validation reads them; they overlap."""
+        """Return blocks of `size` slots that end at every supervised slot, as validation reads them; they overlap.
+
+        A slot is a token that is read with the target's state before it; it is supervised if its answer is.
+        """
         return cls._ending_at(
             batch, size, firsts=[0] * len(batch.lengths), stride=1, generators=_generators(batch)
         )
 
     @classmethod
     def side_by_side(cls, batch: Batch, size: int) -> SlotBlocks:
-        """Return blocks that do not overlap, as training reads them: every k-th slot ends one if it is supervised.
+        """Return blocks that do not overlap, as training reads them: every k-th slot (token) ends one if supervised.
 
         The sequence's seed decides where they begin, such that at least one block ends at a supervised slot. `size` is
         k, the slots of a block.
@@ -552,7 +575,7 @@ class SlotBlocks:
         stride: int,
         generators: list[torch.Generator],
     ) -> SlotBlocks:
-        """Return the blocks that end at every `stride`-th slot of each sequence, if that slot is supervised.
+        """Return the blocks that end at every `stride`-th slot (token) of each sequence, if that slot is supervised.
 
         Args:
             batch: The sequences.
@@ -596,7 +619,7 @@ class SlotBlocks:
         )
 
     def answers(self, token_indices: Tensor, count: int) -> Tensor:
-        """Return [R], for each of the R = k * A slots of A blocks the index of the target's state that it predicts.
+        """Return [R], the index of the target's state that each of the R = k * A slots of A blocks predicts.
 
         Args:
             token_indices: [N], the index of each of all N slots among all tokens.
@@ -607,7 +630,7 @@ class SlotBlocks:
         return (token_indices.index_select(0, self.slots.flatten()) + size).clamp(max=count - 1)
 
     def weights(self, counted: Tensor) -> Tensor:
-        """Return the loss weight [k, A] of each of the k slots of A blocks.
+        """Return the loss weight [k, A] of each of the k slots (tokens) of A blocks.
 
         They add up to 1 if every sequence has slots in the loss.
 
@@ -626,7 +649,7 @@ class SlotBlocks:
         return counted * share.index_select(0, self.sequences)
 
     def glance(self, wrong: Tensor, share: float) -> Tensor:
-        """Return which slots read their answers, a bool [k, A] for the k slots of A blocks.
+        """Return which slots read their answers in training, a bool [k, A] for the k slots of A blocks.
 
         They are on average `share` times as many as predict a wrong token.
 
@@ -645,7 +668,7 @@ class SlotBlocks:
         return is_glanced & (slot < self.glance_count)
 
     def sum_by_sequence(self, marked: Tensor) -> Tensor:
-        """Return [M], for each of M sequences how many slots of its blocks are marked.
+        """Return [M], for each of M sequences how many slots (tokens) of its blocks are marked.
 
         `marked` is a bool [k, A], for the k slots of all A blocks.
         """
@@ -654,7 +677,7 @@ class SlotBlocks:
 
 
 def drafted_mask(batch: Batch, size: int) -> Tensor:
-    """Return the loss mask of all tokens, false at the first `size` + 1 of a sequence, which no whole block predicts.
+    """Return the loss mask of all tokens, false at a sequence's first `size` + 1, which no whole block predicts.
 
     `size` is the number of slots of a block. The first whole block ends at slot `size` - 1, and a draft from slot i
     predicts token i + 2 first.
@@ -663,5 +686,8 @@ def drafted_mask(batch: Batch, size: int) -> Tensor:
 
 
 def _generators(batch: Batch) -> list[torch.Generator]:
-    """Return a random generator for each sequence, from its seed, on the host."""
+    """Return a random generator for each sequence, from its seed, on the host.
+
+    They are on the host, so that a sequence draws the same numbers on every device and in every batch.
+    """
     return [torch.Generator().manual_seed(seed) for seed in batch.seeds]

@@ -76,7 +76,7 @@ class FeatureHead(UnrolledDrafter):
 
     @property
     def parts(self) -> Parts:
-        """The matrix whose halves read the embedding and the state; `eagle doctor` checks if they were swapped."""
+        """The matrix whose halves read the embedding and the state; `eagle doctor` tests whether they were swapped."""
         return Parts(halves=(("fc.weight",),))
 
     @classmethod
@@ -111,7 +111,7 @@ class FeatureHead(UnrolledDrafter):
     # -- one level ----------------------------------------------------------------------------------------------------
 
     def fuse_taps(self, features: Tensor) -> Tensor:
-        """Return the state [.., width] that the head reads from the target's features [.., 1, width], of one tap."""
+        """Return the state [.., width] that the head reads from the target's features [.., 1, width], of one layer."""
         return features[..., 0, :]
 
     def first_block(
@@ -124,7 +124,8 @@ class FeatureHead(UnrolledDrafter):
     ) -> Tensor:
         """Return the first block's output [B, T, H] at T tokens of B sequences (H: the hidden size); drafting calls it.
 
-        The other arguments are those of `Attention.forward`.
+        `rotary` are cosines and sines at the tokens' positions, `mask` is the additive attention mask (None: causal),
+        and `cache` the block's KV cache.
 
         Args:
             embedded: The tokens' embeddings [B, T, H].
@@ -173,8 +174,8 @@ class FeatureHead(UnrolledDrafter):
             steps: The number of draft steps: 1 trains on the target's features only (EAGLE-1).
 
         Returns:
-            The Smooth-L1 loss of the features, and the distillation loss, each a mean over the supervised slots and
-            summed over the steps; and the distillation loss of each step [steps], for logs.
+            The Smooth-L1 loss of the features, and the distillation loss, each a mean over the supervised slots
+            (tokens) and summed over the steps; and the distillation loss of each step [steps], for logs.
         """
         # no gradient flows from a step to the features that it reads, as published
         unrolled = self.unroll(
@@ -194,7 +195,10 @@ class FeatureHead(UnrolledDrafter):
         return regression, loss, step_losses
 
     def _add_noise(self, batch: Batch, features: Tensor) -> Tensor:
-        """Return features [N, 1, width] at all N slots plus uniform noise in training, unchanged in evaluation."""
+        """Return features [N, 1, width] at all N slots (tokens) plus uniform noise; unchanged outside of training.
+
+        Noise makes the head robust to the errors of its own features (EAGLE-1).
+        """
         if not (self.training and self.settings.noise):
             return features
         min_length = 1 if self.settings.noise_as_published else FULL_SPREAD

@@ -58,7 +58,7 @@ class FusedHead(UnrolledDrafter):
     teacher_taps = (-1,)
 
     def __init__(self, settings: FusedSettings, shape: HeadShape) -> None:
-        """Make the network: a matrix that joins the taps, decoder blocks, a norm and an LM head.
+        """Make the network: a matrix that joins the tapped layers' states, decoder blocks, a norm and an LM head.
 
         Args:
             settings: Of the recipe, with the taps filled in.
@@ -87,8 +87,8 @@ class FusedHead(UnrolledDrafter):
     def parts(self) -> Parts:
         """The weights that a faulty conversion may have in a wrong order, which `eagle doctor` checks.
 
-        `fc` and its norms have a part for each tap (hidden state of the target). The matrices of the first block's
-        queries, keys and values have two halves, which read the embedding and the state.
+        `fc` and its norms have a part for each tap (target layer whose input is read). The matrices of the first
+        block's queries, keys and values have two halves, which read the embedding and the state.
         """
         by_tap = ("fc.weight", "fc_norm") if self.fc_norm else ("fc.weight",)
         halves = tuple(f"layers.0.self_attn.{name}_proj.weight" for name in "qkv")
@@ -147,7 +147,7 @@ class FusedHead(UnrolledDrafter):
 
     @classmethod
     def sizes(cls, settings: Any) -> dict[str, int]:
-        """Return the keys of `head_shape` that the settings decide; other sizes are the target's, with one block."""
+        """Return the keys of the head's config that the settings decide; all other sizes are the target's."""
         return (
             {"intermediate_size": settings.intermediate_size} if settings.intermediate_size else {}
         )
@@ -166,7 +166,7 @@ class FusedHead(UnrolledDrafter):
     # -- one level ----------------------------------------------------------------------------------------------------
 
     def fuse_taps(self, features: Tensor) -> Tensor:
-        """Return the state [.., H] that the first level reads: the target's states at L taps, joined by one matrix.
+        """Return the state [.., H] that the first level reads: the target's states at L layers, joined by a matrix.
 
         `features` are these states [.., L, H], H the hidden size.
         """
@@ -185,20 +185,20 @@ class FusedHead(UnrolledDrafter):
     ) -> Tensor:
         """Return the first block's output [B, T, H] at T tokens of B sequences (H: the hidden size); drafting calls it.
 
-        A token's embedding is read with a state `hidden`, [B, T, H] each. The other arguments are those of
-        `Attention.forward`.
+        A token's embedding is read with a state `hidden`, [B, T, H] each. `rotary` are cosines and sines at the tokens'
+        positions, `mask` is the additive attention mask (None: causal), and `cache` the block's KV cache.
         """
         return self.layers[0].read_pair(embedded, hidden, rotary, mask, cache)
 
     def project_tokens(self, embedded: Tensor) -> Tensor:
-        """Return the tokens' part [N, P] of queries, keys and values, which serves all draft steps in training.
+        """Return the tokens' part [N, P] of queries, keys and values, computed once for all draft steps in training.
 
         `embedded` are the embeddings [N, hidden size] of N tokens. P is the width of queries, keys and values together.
         """
         return self.layers[0].project_tokens(embedded)
 
     def block_inputs(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
-        """Return the inputs of the first block's steps in training, at N slots.
+        """Return the inputs of the first block in training, at N slots (tokens that are read with a state).
 
         Args:
             tokens: What `project_tokens` returned for the slots' tokens [N, ..].
@@ -212,6 +212,6 @@ class FusedHead(UnrolledDrafter):
     def logits(self, state: Tensor, target_head: TargetHead) -> Tensor:
         """Return the logits [.., D] of states [.., hidden size] by the head's own LM head.
 
-        They are over the D tokens that the head can draft. The target's LM head is not used.
+        They are over the D tokens that the head can draft. `target_head` is not used: heads of other methods need it.
         """
         return self.lm_head(self.norm(state))

@@ -46,15 +46,12 @@ class LevelHead(SequenceHead, Protocol):
     @property
     def drafts(self) -> Tensor | None:
         """[D], the draft vocabulary as the target's token ids, one for each logit; None for all tokens."""
-        ...
 
     def next_input(self, state: Tensor) -> Tensor:
         """Return the state [.., width] that the next level reads, from one that the head made, such as its norm."""
-        ...
 
     def logits(self, state: Tensor, target_head: TargetHead) -> Tensor:
         """Return the logits [.., D] of states [.., hidden size] over the D tokens of the draft vocabulary."""
-        ...
 
 
 class HeadState(SequenceState):
@@ -63,7 +60,7 @@ class HeadState(SequenceState):
     head: LevelHead
 
     def __init__(self, head: LevelHead, window: Window | None = None) -> None:
-        """Begin without sequences; `window` is that of the head's blocks, None if tokens see their whole sequence."""
+        """Begin without sequences; `window` is the head's sliding window of attention, None if it has none."""
         super().__init__(head, window)
         self.drafts = head.drafts
         self.loop = None if head.capture is None else StaticLoop(head.capture)
@@ -93,7 +90,7 @@ class HeadState(SequenceState):
         cache_rows: list[int],
         hidden: Tensor,
     ) -> list[DraftTree]:
-        """Return the draft tree of each request.
+        """Return the draft tree of each request, grown level by level.
 
         Args:
             requests: Those of the B rows, the sequences of the batch.
@@ -117,7 +114,7 @@ class HeadState(SequenceState):
     def _grow_static(
         self, requests: Sequence[DraftRequest], hidden: Tensor, loop: StaticLoop
     ) -> DeviceTrees:
-        """Grow the trees of rows with one budget by a function of tensors, which a CUDA graph captures and replays.
+        """Grow the trees of sequences with one budget by a function of tensors, which a CUDA graph replays.
 
         Its shapes must not depend on the sequences' lengths. So the cache columns of the drafts begin after those that
         are reserved for committed tokens.
@@ -146,7 +143,7 @@ class HeadState(SequenceState):
             committed: Tensor,
             *level_noises: Tensor,
         ) -> Tensor:
-            """Return the trees' columns [rows, 1 or 3, nodes]: tokens, and for dynamic trees parents and likelihoods.
+            """Return the trees' nodes [rows, 1 or 3, nodes]: tokens, and for dynamic trees parents and likelihoods.
 
             The arguments are the states after the roots, what `_draft_inputs` returned, and the noise of each row.
             """
@@ -177,7 +174,7 @@ class HeadState(SequenceState):
         return DeviceTrees(cache_rows, columns, budget.depth, parents)
 
     def _unlike_rows(self, cache_rows: list[int]) -> list[int]:
-        """Return the cache rows that need a mask and positions of their own.
+        """Return the cache rows (sequences) that need a mask and positions of their own.
 
         It is only the first if all sequences have as many columns and the same length: its mask and positions then
         serve all rows.
@@ -194,7 +191,7 @@ class HeadState(SequenceState):
         columns: int,
         depth: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the rotary tables and the mask of a draft's levels, which do not depend on the tree.
+        """Return the rotary tables and the attention mask of a draft's levels, which do not depend on the tree.
 
         Args:
             cache_rows: The index of each of B rows, the sequences of the batch, in the KV cache.
@@ -222,9 +219,10 @@ class HeadState(SequenceState):
         return *tables, committed
 
     def _hide_after(self, lengths: Sequence[int], columns: int) -> Tensor:
-        """Return the additive mask [B, columns] that hides the cache columns after the end of each of B sequences.
+        """Return the additive mask [B, columns] that hides cache columns after the end of each of B sequences.
 
-        It is 0 at the columns of sequence i, `lengths[i]` in number, and the dtype's lowest number after them.
+        It is 0 at the columns of sequence i, `lengths[i]` in number, and the dtype's lowest number after them. A column
+        holds one token's key and value.
         """
         committed = torch.zeros(len(lengths), columns, dtype=self.dtype, device=self.device)
         # nothing is hidden if every sequence fills all columns
@@ -250,7 +248,7 @@ class Levels(FollowsRows):
         sine: Tensor,
         committed: Tensor,
     ) -> None:
-        """Begin the drafts of B rows, the sequences of the batch.
+        """Begin the drafts of B rows, the sequences of the batch: each call then reads one level of their trees.
 
         Args:
             state: The drafting state of the head.
@@ -258,7 +256,8 @@ class Levels(FollowsRows):
             hidden: The head's states [B, H] after the roots, H the hidden size; other shapes [B, ..] in subclasses.
             cosine: Rotary table of the levels, [B or 1, levels, w], w the width of a head.
             sine: Rotary table of the levels, [B or 1, levels, w].
-            committed: The additive mask of the columns before the draft, see `HeadState._draft_inputs`.
+            committed: The additive attention mask of the cached tokens (columns) before the draft, [B or 1, columns];
+                with a window [B or 1, levels, columns].
         """
         self.state = state
         self.cache_rows = cache_rows
@@ -279,7 +278,7 @@ class Levels(FollowsRows):
         parents: Tensor,
         tree_mask: Tensor,
     ) -> Tensor:
-        """Read the nodes of one level of these rows, and return the logits [B, K, D] of their children.
+        """Read the nodes of one level of these rows' trees, and return the logits [B, K, D] of their children.
 
         The nodes' keys and values are added to the cache, after those of the levels above. D is the draft vocabulary.
 
@@ -320,7 +319,7 @@ class Levels(FollowsRows):
         return logits
 
     def _inputs_at(self, levels: slice) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        """Return the rotary tables of some levels and the mask of the columns before the draft, for `self.rows`.
+        """Return the rotary tables of some levels, and the mask of the cached tokens before the draft, for `self.rows`.
 
         `levels` are counted from 0, the root's children. The tables are cosines and sines [B or 1, levels, w of a
         head]; the mask has an entry for each of the B rows, or one for all.
@@ -336,7 +335,7 @@ class Levels(FollowsRows):
 
 
 def _hide_levels(tree_mask: Tensor, begin: int) -> Tensor:
-    """Return a tree mask [B, K, R] that is false at the columns before `begin`, for levels that left the window.
+    """Return a tree mask [B, K, R] that is false at the nodes before `begin`, as their levels left the window.
 
     For each of B rows it tells which of R drafted nodes each of K nodes sees.
     """
@@ -389,5 +388,5 @@ def _can_replay(requests: Sequence[DraftRequest], cache_rows: Sequence[int]) -> 
 
 
 def count_unlike(lengths: Sequence[int]) -> int:
-    """Return how many rows of masks and positions a forward needs: one, which serves all, if all lengths are equal."""
+    """Return for how many sequences masks and positions are made: for one, which serves all, if lengths are equal."""
     return 1 if min(lengths) == max(lengths) else len(lengths)

@@ -52,7 +52,7 @@ class LayerLayout(NamedTuple):
 
 
 def known_layouts(layers: int) -> tuple[LayerLayout, ...]:
-    """Return the known layouts of an MTP layer in the checkpoint of a target with this number of layers.
+    """Return the known layouts of a multi-token prediction layer in the checkpoint of a target with so many layers.
 
     They are those of DeepSeek-V3, MiMo and Qwen3-Next. Each tells how the layer's tensors are named.
     """
@@ -130,7 +130,7 @@ class Mtp(UnrolledDrafter):
 
     @property
     def parts(self) -> Parts:
-        """The matrix whose halves read the embedding and the state; `eagle doctor` checks if they were swapped."""
+        """The matrix whose halves read the embedding and the state; `eagle doctor` tests whether they were swapped."""
         return Parts(halves=(("eh_proj.weight",),))
 
     @classmethod
@@ -158,7 +158,11 @@ class Mtp(UnrolledDrafter):
 
     @classmethod
     def _start_head(cls, settings: MtpSettings, config: Any, weights: Weights | None) -> Mtp:
-        """Return a head with the weights that the setting `start` names; the arguments are those of `for_target`."""
+        """Return a head with the weights that the setting `start` names; `config` is the target's.
+
+        They are those of the target's own multi-token prediction layer, of its last block, or random. `weights` returns
+        a target's tensor by its name.
+        """
         if weights is None or settings.start == "random":
             return cls(settings, head_shape(config))
         layout = _find_mtp_layer(weights, config) if settings.start == "target" else None
@@ -217,13 +221,16 @@ class Mtp(UnrolledDrafter):
 
     @property
     def network(self) -> dict[str, Any]:
-        """The network's name and the order of token and state; biases and norms by head are in the shape."""
+        """The network's name, and whether its projection reads the state before the token.
+
+        Heads of one network can start from one another. Biases and norms by head are in the config.
+        """
         return {"network": "mtp", "hidden_first": self.settings.hidden_first}
 
     # -- one level ----------------------------------------------------------------------------------------------------
 
     def fuse_taps(self, features: Tensor) -> Tensor:
-        """Return the state [.., width] that the head reads from the target's features [.., 1, width], of one tap."""
+        """Return the state [.., width] that the head reads from the target's features [.., 1, width], of one layer."""
         return features[..., 0, :]
 
     def first_block(
@@ -237,8 +244,9 @@ class Mtp(UnrolledDrafter):
         """Return the block's output [B, T, H] at T tokens of B sequences (H: the hidden size); drafting calls it.
 
         It is h = Block(M [norm(e); norm(h')]), as in DeepSeek-V3: e are the embedded tokens, h' the states of the level
-        before (`hidden`), [B, T, H] each, and M is `eh_proj`. MiMo has [norm(h'); norm(e)]. The other arguments are
-        those of `Attention.forward`.
+        before (`hidden`), [B, T, H] each, and M is `eh_proj`. MiMo has [norm(h'); norm(e)]. `rotary` are cosines and
+        sines at the tokens' positions, `mask` is the additive attention mask (None: causal), and `cache` the block's KV
+        cache.
         """
         halves = [self.enorm(embedded), self.hnorm(hidden)]
         if self.settings.hidden_first:
@@ -246,7 +254,7 @@ class Mtp(UnrolledDrafter):
         return self.layers[0](self.eh_proj(torch.cat(halves, dim=-1)), rotary, mask, cache)
 
     def project_tokens(self, embedded: Tensor) -> Tensor:
-        """Return the tokens' part of the projection [N, hidden size], which serves all draft steps in training.
+        """Return the tokens' part of the projection [N, hidden size], computed once for all draft steps in training.
 
         `embedded` are the embeddings [N, hidden size] of N tokens.
         """
@@ -263,7 +271,10 @@ class Mtp(UnrolledDrafter):
         return self.layers[0].inputs(tokens + F.linear(self.hnorm(hidden), self._halves()[1]))
 
     def _halves(self) -> tuple[Tensor, Tensor]:
-        """Return the columns of `eh_proj` for tokens and those for states, [hidden size, hidden size] each."""
+        """Return the columns of `eh_proj` for tokens and those for states, [hidden size, hidden size] each.
+
+        `eh_proj` joins the embedding of a token (e) and a state (h).
+        """
         first, second = self.eh_proj.weight.chunk(2, dim=1)
         return (second, first) if self.settings.hidden_first else (first, second)
 
@@ -272,7 +283,7 @@ class Mtp(UnrolledDrafter):
         return self.norm(state)
 
     def logits(self, state: Tensor, target_head: TargetHead) -> Tensor:
-        """Return the logits [.., V] that the target's LM head gives to the head's states [.., width], normed here."""
+        """Return the logits [.., V] that the target's LM head gives to the head's states [.., width], normed first."""
         return target_head.logits(self.norm(state))
 
     # -- training -----------------------------------------------------------------------------------------------------
@@ -306,7 +317,7 @@ class Mtp(UnrolledDrafter):
 
 
 def _find_mtp_layer(weights: Weights, config: Any) -> LayerLayout | None:
-    """Return the layout of the MTP layer in the target's checkpoint, None if it has no MTP layer.
+    """Return the layout of the multi-token prediction (MTP) layer in the target's checkpoint, None without one.
 
     ValueError if it has several, because this head uses one layer for all levels.
     """

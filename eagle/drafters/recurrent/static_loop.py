@@ -27,9 +27,10 @@ MIN_ROOM = 256
 
 
 def sequence_capacity(length: int) -> int:
-    """Return how many cache columns are reserved for sequences of up to `length` tokens: the next power of two.
+    """Return how many cache columns (tokens) are reserved for sequences of up to `length` tokens: a power of two.
 
-    It is at least MIN_ROOM. Powers of two, as every change of the number is captured again.
+    A captured draft (CUDA graph) is valid for one number of columns, so the number should change rarely. It is at least
+    MIN_ROOM.
     """
     return max(MIN_ROOM, 1 << (length - 1).bit_length())
 
@@ -50,7 +51,7 @@ def capture_cuda(function: Function, inputs: Sequence[Tensor]) -> Function:
         output = function(*buffers)
 
     def replay(*inputs: Tensor) -> Tensor:
-        """Return the function's output for these inputs, in the same tensor at every call."""
+        """Return the captured function's output for these inputs, in the same tensor at every call."""
         for buffer, tensor in zip(buffers, inputs, strict=True):
             buffer.copy_(tensor)
         graph.replay()
@@ -63,7 +64,7 @@ class StaticLoop:
     """The captured draft loops of a head, by a key of everything that decides their shapes and addresses."""
 
     def __init__(self, capture: Capture = capture_cuda) -> None:
-        """Begin without captured functions; `capture` makes a replayable function, see `Capture`."""
+        """Begin without captured functions; `capture` turns a function of tensors into one that can be replayed."""
         self.capture = capture
         # None for a key whose function has run once and is not captured yet
         self.captured: dict[Hashable, Function | None] = {}

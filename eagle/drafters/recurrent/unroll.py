@@ -61,7 +61,7 @@ class UnrolledDrafter(CompiledParts, ReducedVocab, TrainableDrafter):
 
     @property
     def stack(self) -> dict[str, Any]:
-        """The entries of `network` that describe the stack of blocks: their number if several, and their window if any.
+        """What `network` says about the stack of blocks: their number if several, and their attention window if any.
 
         The same weights with other values are another network.
         """
@@ -74,7 +74,7 @@ class UnrolledDrafter(CompiledParts, ReducedVocab, TrainableDrafter):
 
     @property
     def window(self) -> Window | None:
-        """The attention window of every block; None if tokens see their whole sequence."""
+        """The sliding window of attention of every block; None if tokens see their whole sequence."""
         window: Window | None = getattr(self.settings, "window", None)
         return window
 
@@ -96,7 +96,8 @@ class UnrolledDrafter(CompiledParts, ReducedVocab, TrainableDrafter):
     ) -> Tensor:
         """Return the first block's output [B, T, H] at T tokens of B sequences (H: the hidden size); drafting calls it.
 
-        The other arguments are those of `eagle.drafters.parts.decoder_block.Attention.forward`.
+        `rotary` are cosines and sines at the tokens' positions, `mask` is the additive attention mask (None: causal),
+        and `cache` the block's KV cache.
 
         Args:
             embedded: The tokens' embeddings [B, T, H].
@@ -139,11 +140,12 @@ class UnrolledDrafter(CompiledParts, ReducedVocab, TrainableDrafter):
         detach: bool = False,
         add_noise: Callable[[Tensor], Tensor] = lambda features: features,
     ) -> Unrolled:
-        """Run the head for several draft steps from every supervised slot, with the sequence's tokens as draft tokens.
+        """Run the head for several draft steps from every supervised slot, with the sequence's tokens as drafts.
 
-        Step 0 reads the target's features and attends to the sequence up to the slot. Step s reads the state of step
-        s - 1 and the sequence's next token at the next position. It attends to what step 0 attends to, and to the
-        earlier steps of the same slot. That is what happens in a draft.
+        Step 0 reads the target's features and attends to the sequence up to the slot. Step s reads the state of step s
+        - 1 and the sequence's next token at the next position. It attends to what step 0 attends to, and to the earlier
+        steps of the same slot. That is what happens in a draft. A slot is a token of a sequence; it is supervised if
+        the token that it predicts is.
 
         Args:
             batch: The sequences, with the target's features.
@@ -206,7 +208,7 @@ class UnrolledDrafter(CompiledParts, ReducedVocab, TrainableDrafter):
     ) -> Tensor:
         """Return the states [S, H] of one draft step after step 0, and append its keys and values to `step_pairs`.
 
-        S are the supervised slots, at each of which a draft begins; H is the hidden size.
+        S are the supervised slots (tokens), at each of which a draft begins; H is the hidden size.
 
         Args:
             inputs: Those of the first block at the supervised slots.
@@ -242,7 +244,7 @@ class UnrolledDrafter(CompiledParts, ReducedVocab, TrainableDrafter):
         target_head: TargetHead,
         trees: dict[str, Paths],
     ) -> dict[str, Tensor]:
-        """Return sums over the supervised slots of a batch: loss terms, and how often each tree's levels are accepted.
+        """Return sums over a batch's supervised slots (tokens): loss terms, and how often levels are accepted.
 
         `eagle.drafters.parts.validation.figures` makes figures of them. `trees` are fixed trees by name: the paths of
         their nodes, as ranks of children from the root.
@@ -265,7 +267,8 @@ class UnrolledDrafter(CompiledParts, ReducedVocab, TrainableDrafter):
     ) -> list[tuple[Tensor, Callable[[Tensor], Tensor]]]:
         """Return each level's states [S, H] at the S supervised slots, and the function that makes logits of them.
 
-        A draft begins at every supervised slot, with the sequence's tokens as draft tokens. H is the hidden size.
+        A draft begins at every supervised slot, with the sequence's tokens as draft tokens. H is the hidden size. A
+        slot is a token of a sequence.
         """
         return [
             (state, lambda state: self.logits(state, target_head))
@@ -273,13 +276,16 @@ class UnrolledDrafter(CompiledParts, ReducedVocab, TrainableDrafter):
         ]
 
     def level_states(self, batch: Batch, target_head: TargetHead, levels: int) -> list[Tensor]:
-        """Return each level's states [S, hidden size] at all S supervised slots, of drafts that begin there."""
+        """Return each level's states [S, hidden size] at all S supervised slots, of drafts that begin there.
+
+        A slot is a token at which training or validation lets a draft begin; it is supervised if its answer is.
+        """
         return self.unroll(batch, target_head, levels).states
 
     # -- drafting -----------------------------------------------------------------------------------------------------
 
     def open(self) -> DraftState:
-        """Return the state for several sequences drafted in a batch."""
+        """Return the drafting state, with a KV cache, for several sequences that are decoded in a batch."""
         return HeadState(self, self.window)
 
     def read(
@@ -293,8 +299,8 @@ class UnrolledDrafter(CompiledParts, ReducedVocab, TrainableDrafter):
     ) -> Tensor:
         """Return the head's states [B, T, hidden size] after T new tokens of each of B sequences, and cache these.
 
-        Each of the tokens [B, T] is read with a state `hidden` [B, T, hidden size]. The arguments are those of
-        `eagle.drafters.parts.sequence_state.SequenceHead.read`.
+        Each of the tokens [B, T] is read with a state `hidden` [B, T, hidden size]. `tables` are cosines and sines at
+        their positions, `mask` is the additive attention mask, and `caches` the KV cache of each block.
         """
         # only the first block reads the tokens
         embedded = target_head.embed(tokens).to(hidden.dtype)
@@ -304,7 +310,7 @@ class UnrolledDrafter(CompiledParts, ReducedVocab, TrainableDrafter):
         return state
 
     def forwards(self, budget: Budget) -> tuple[int, ...]:
-        """Return how many nodes each forward after the first reads: one forward for each level of the tree.
+        """Return how many nodes each forward of a draft reads, after the first: one forward for each level of the tree.
 
         The cost of a draft within this budget is forecast from it. The first forward reads the committed tokens.
         """
@@ -313,7 +319,7 @@ class UnrolledDrafter(CompiledParts, ReducedVocab, TrainableDrafter):
     def kept_bytes(self, tokens: int, column: ColumnBytes) -> int:
         """Return the bytes of keys and values of every block that a sequence of `tokens` tokens needs at most.
 
-        `column` is not used: the bytes that a token takes in the target.
+        `column` is not used: the bytes that a token takes in the target. The forecast of memory asks for it.
         """
         # the cache has the most columns just before the window drops some
         if self.window is not None:
@@ -333,7 +339,7 @@ class UnrolledDrafter(CompiledParts, ReducedVocab, TrainableDrafter):
 
         @torch.inference_mode()
         def run() -> Tensor:
-            """Run the forward, and return the logits of its last `scored` tokens."""
+            """Run one timed forward, and return the logits of its last `scored` tokens."""
             return self.logits(read()[0, -scored:], target_head)
 
         return run

@@ -17,6 +17,7 @@ from eagle.formats.networks.block_layouts import (
     DSPARK,
     SPECFORGE_STYLES,
     SPECULATORS_STYLES,
+    XPRESS,
     ZLAB_STYLES,
     InjectedLayout,
     propose_config,
@@ -319,6 +320,9 @@ vLLM 0.32.0 reads it too, by its V1 model runner; it was not run."""
 SPECULATORS_BLOCKS = f"""{SPECULATORS_FOLDER}whose loader was run with this layout.
 vLLM 0.32.0 reads it too, but for blocks without a Markov head whose first slot names a token, and for Markov heads that
 are gated or recurrent; SGLang refuses DSpark's folders of this layout. Neither was run."""
+SPECULATORS_REFINED = f"""{SPECULATORS_FOLDER}whose loader was run with this layout.
+Its `from_pretrained` leaves the mask `refiner_head.causal_tril` unset: call `.fill_(1).tril_()` on it. vLLM 0.33.0
+reads XPress by other names: export to vllm."""
 SPECULATORS_SERVE = explain_serving("eagle3", SPECULATORS_CHAINS)
 SPECULATORS_SERVE_MASKS = explain_serving(
     "eagle3", SPECULATORS_PARALLEL, more='"parallel_drafting": true', cpu=False
@@ -380,14 +384,18 @@ SPECULATORS = Engine(
         ),
         **{
             network: InjectedLayout(
-                explain_serving(network, SPECULATORS_BLOCKS, cpu=False),
+                guide,
                 styles=SPECULATORS_STYLES,
                 reads_window=True,
                 frees_windows=True,
                 trains_at_root=True,
                 reads_draft_vocab=True,
             )
-            for network in (DFLASH, DSPARK)
+            for network, guide in (
+                (DFLASH, explain_serving(DFLASH, SPECULATORS_BLOCKS, cpu=False)),
+                (DSPARK, explain_serving(DSPARK, SPECULATORS_BLOCKS, cpu=False)),
+                (XPRESS, SPECULATORS_REFINED),
+            )
         },
     },
     scalings=(*SCALINGS, "dynamic"),  # as vLLM, which reads it

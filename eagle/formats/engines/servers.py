@@ -9,6 +9,9 @@ from eagle.formats.networks.block_layouts import (
     DSPARK,
     MARKOV_KINDS,
     VANILLA_STYLES,
+    VLLM_REFINER,
+    XPRESS,
+    XPRESS_STYLES,
     ZLAB_STYLES,
     InjectedLayout,
     deepspec_config,
@@ -54,6 +57,13 @@ than the head was trained with guesses otherwise. On a CPU vLLM 0.32.0 norms the
 first layer's weights, and accepts less; with that mended it accepts, at every place, what this project accepts."""
 VLLM_SECOND_RUNNER = """vLLM 0.32.0, by its V2 model runner alone, and that needs Triton, which is to say a GPU. With
 Triton's interpreter on a CPU it accepts, at every place of a draft, what this project accepts."""
+VLLM_REFINED = """\
+vLLM 0.33.0, the first that reads XPress, by its V2 model runner alone, and that needs a GPU. Its drafts are the
+likeliest path whatever the temperature is. It compares the 512 likeliest tokens of the unrefined logits, and with
+`"xpress_topc": 0` in the command all of them, as this project does. The first slot of a block reads the root there, and
+here the token before the root, as in training.
+
+Not run by this project: names, shapes and keys are those of vLLM's source."""
 VLLM_IN_TARGET = """```sh
 vllm serve MODEL --speculative-config '{"method": "mtp", "num_speculative_tokens": DEPTH}'
 ```
@@ -153,6 +163,13 @@ VLLM = Engine(
             reads_causal=True,
             reads_window=True,
             reads_draft_vocab=True,
+        ),
+        XPRESS: InjectedLayout(
+            explain_serving("dflash", VLLM_REFINED, cpu=False),
+            styles=XPRESS_STYLES,
+            reads_causal=True,
+            reads_window=True,
+            renamed=VLLM_REFINER,
         ),
     },
     former_support={

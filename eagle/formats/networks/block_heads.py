@@ -1,4 +1,4 @@
-"""The networks of DFlash, DSpark and Domino: blocks over injected states; tensor names are ours everywhere."""
+"""The networks of DFlash, DSpark, Domino and XPress: blocks over injected states; tensor names are ours everywhere."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ from eagle.formats.networks.block_layouts import (
     FULL,
     GRU,
     MARKOV,
+    REFINER,
+    REFINER_MLP,
     SLIDING,
+    VLLM_REFINER,
+    XPRESS,
 )
 from eagle.formats.networks.layers_and_tokens import (
     INDICES,
@@ -51,6 +55,8 @@ DSPARK_NAMES = {
     **DFLASH_NAMES,
     **keep_names("markov_head.*", "confidence_head.*", "prefix_gru.*", "embed_proj.*"),
 }
+# XPress's refiner has two spellings
+REFINER_NAMES = {**DFLASH_NAMES, **keep_names("refiner_head.*")}
 # ModelOpt's names of what corrects a slot's logits
 FLAT_NAMES = {
     "markov_head.markov_w#.weight": "markov_w#.weight",
@@ -404,6 +410,31 @@ def _read_correction(head: HeadFolder) -> Config:
     return correction
 
 
+def _read_refined(head: HeadFolder) -> Config:
+    """Return the settings of an XPress head: those of its blocks, and by tensors and config those of its refiner."""
+    settings = _read_blocks(head, "sample_from_anchor", predicts_next=False)
+    keys = head.keys
+    rank = _side(head, REFINER, 1)
+    hidden = _side(head, REFINER_MLP, 0)  # the width of the refiner's MLP
+    compare_size(head, "xpress_rank", keys.read("xpress_rank"), rank)
+    compare_size(head, "xpress_mlp_hidden", keys.read("xpress_mlp_hidden"), hidden)
+    if keys.read("xpress_block_size") not in (None, settings["slots"]):
+        head.problem(
+            f"config.json: xpress_block_size is {keys.read('xpress_block_size')}, block_size {settings['slots']}",
+            "Correct one of them",
+        )
+    # vLLM's limit of the tokens that it compares, and a ratio that follows from the tensors
+    keys.handled |= {"xpress_topc", "xpress_mlp_ratio", "xpress_compile_head"}
+    ratio, rest = divmod(hidden, rank)
+    # a missing tensor is reported later
+    if rest and hidden > 1:
+        head.problem(
+            f"{REFINER_MLP} has {hidden} rows, expected a multiple of the rank {rank}", FROM_RUN
+        )
+    passes = _first_not_none(keys.read("num_jacobi_passes"), keys.read("xpress_num_passes"), 6)
+    return {**settings, "rank": rank, "mlp_ratio": max(ratio, 1), "passes": passes}
+
+
 def _markov_type(head: HeadFolder) -> str:
     """Return which of DSpark's Markov heads the tensors are: "vanilla", "gated" or "rnn".
 
@@ -465,7 +496,7 @@ def _find_faults(head: HeadFolder) -> Iterator[FoundFault]:
         yield report(faults.MIXED_CAUSAL)
     if (
         head.layout == SPECULATORS
-        and head.method != DFLASH
+        and head.method == DSPARK
         and "sample_from_anchor" not in head.config
     ):
         # readers of DSpark's configs have different defaults for it
@@ -526,4 +557,17 @@ DOMINO_HEADS = replace(
     tensors=r"(logit_head\.)?(prefix_gru|embed_proj)\.",
     type_words="domino",
     read_settings=partial(_read_corrected, anchor_key="shift_label", predicts_next=False),
+)
+XPRESS_HEADS = replace(
+    DFLASH_HEADS,
+    name="an XPress head",
+    method=XPRESS,
+    methods=(XPRESS,),
+    tensors=r"(refiner_head|xpress_head)\.",
+    type_words="xpress",
+    config_keys=("xpress_rank",),
+    ambiguous_keys=(),
+    read_settings=_read_refined,
+    spellings=((ZLAB, REFINER_NAMES), (ZLAB, VLLM_REFINER)),
+    zero_at_first=r"refiner_head\.mix_l",  # a new refiner mixes nothing
 )

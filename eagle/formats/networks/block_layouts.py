@@ -25,10 +25,26 @@ from eagle.formats.reading.head_folder import EMBEDDING, OUTPUT
 # names of networks, and by which tensors they are known
 DFLASH = "dflash"
 DSPARK = "dspark"
+XPRESS = "xpress"
 CONFIDENCE = "confidence_head.proj.weight"
 MARKOV = "markov_head.markov_w1.weight"
 DOMINO_INPUT = "embed_proj.0.weight"
 GRU = "prefix_gru.weight_hh_l0"
+REFINER = "refiner_head.token_embed.weight"
+REFINER_MLP = "refiner_head.mlp_gate.weight"
+# vLLM's names of XPress's refiner, whose tensors are otherwise named as by speculators
+VLLM_REFINER = {
+    REFINER: "xpress_head.w1.weight",
+    "refiner_head.readout.weight": "xpress_head.w2.weight",
+    "refiner_head.mix_l": "xpress_head.mix.L",
+    REFINER_MLP: "xpress_head.mlp.gate_proj.weight",
+    "refiner_head.mlp_up.weight": "xpress_head.mlp.up_proj.weight",
+    "refiner_head.mlp_down.weight": "xpress_head.mlp.down_proj.weight",
+    **{
+        f"refiner_head.{name}.weight": f"xpress_head.{name}.weight"
+        for name in ("down_h", "down_g", "in_proj")
+    },
+}
 # how configs of transformers name the two kinds of layers
 FULL = "full_attention"
 SLIDING = "sliding_attention"
@@ -154,6 +170,19 @@ def zlab_config(drafter: TrainableDrafter, target_config: TargetConfig) -> Confi
     return _nested_config(drafter, target_config, "DFlashDraftModel", **more)
 
 
+def xpress_config(drafter: TrainableDrafter, target_config: TargetConfig) -> Config:
+    """Return vLLM's config of XPress: z-lab's of DFlash, with the refiner's sizes and passes at its top."""
+    settings = drafter.settings
+    return {
+        **zlab_config(drafter, target_config),
+        "architectures": ["Qwen3XPressModel"],
+        "xpress_block_size": settings.slots,
+        "xpress_rank": settings.rank,
+        "xpress_mlp_hidden": settings.mlp_ratio * settings.rank,
+        "xpress_num_passes": settings.passes,
+    }
+
+
 def deepspec_config(drafter: TrainableDrafter, target_config: TargetConfig) -> Config:
     """Return DeepSpec's flat config; without a Markov head it is what DeepSpec calls DFlash."""
     entries = {
@@ -205,11 +234,19 @@ def speculators_config(drafter: TrainableDrafter, target_config: TargetConfig) -
     """Return the config of `speculators`, which counts layer inputs and nests the sizes of the transformer blocks."""
     algorithm = "dflash"
     architecture = "DFlashSpeculator"
-    markov: Config = {}
+    more: Config = {}
     if drafter.settings.kind == DSPARK:
         algorithm = "dspark"
         architecture = "DSparkSpeculator"
-        markov = _markov_keys(drafter)
+        more = _markov_keys(drafter)
+    if drafter.settings.kind == XPRESS:
+        algorithm = "xpress"
+        architecture = "XPressSpeculator"
+        more = {
+            "xpress_rank": drafter.settings.rank,
+            "xpress_mlp_ratio": drafter.settings.mlp_ratio,
+            "num_jacobi_passes": drafter.settings.passes,
+        }
     block = _qwen3_config(drafter, target_config, rope_parameters=rotary_of(drafter.shape))
     # block_size and draft_vocab_size stand at the top of this config, and num_target_layers nowhere
     for key in ("block_size", "num_target_layers", "draft_vocab_size"):
@@ -224,7 +261,7 @@ def speculators_config(drafter: TrainableDrafter, target_config: TargetConfig) -
         "aux_hidden_state_layer_ids": sorted(drafter.taps),
         "sliding_window_non_causal": not drafter.settings.causal,
         "sample_from_anchor": bool(drafter.settings.sample_from_anchor),
-        **markov,
+        **more,
         "tie_word_embeddings": False,
         "torch_dtype": block["torch_dtype"],
         "transformer_layer_config": block,
@@ -265,6 +302,7 @@ ZLAB_STYLES: dict[tuple[str, bool], Style] = {("none", False): zlab_config}
 DEEPSPEC_STYLES = {(kind, True): deepspec_config for kind in ("none", *MARKOV_KINDS)}
 VANILLA_STYLES = {("vanilla", anchor): deepspec_config for anchor in (False, True)}
 DOMINO_STYLES = {("domino", anchor): domino_config for anchor in (False, True)}
+XPRESS_STYLES: dict[tuple[str, bool], Style] = {("none", False): xpress_config}
 SPECFORGE_STYLES = {
     (kind, True): specforge_config for kind in ("none", *MARKOV_KINDS)
 } | DOMINO_STYLES
@@ -288,6 +326,9 @@ class InjectedLayout(NetworkLayout):
     frees_windows: bool = False
     trains_at_root: bool = False  # whether windows end at the root, as `window_end` has it
     reads_draft_vocab: bool = False  # whether it reads d2t and an LM head of the draft vocabulary
+    renamed: Mapping[str, str] = field(
+        default_factory=dict
+    )  # our names of tensors -> the reader's, if they differ
     needs_confidence: bool = False  # whether it refuses a DSpark head without a confidence
     # whether the files hold copies of the target's embedding and LM head
     brings_copies: bool = False
@@ -314,6 +355,7 @@ class InjectedLayout(NetworkLayout):
         # with a draft vocabulary readers take the LM head from the file: the target's rows of the draft tokens
         if "d2t" in tensors:
             tensors[OUTPUT] = output_of(drafter, engine)
+        tensors = {self.renamed.get(name, name): tensor for name, tensor in tensors.items()}
         # all slots were trained on the window that ends at the root, and not each at its own place
         at_root = drafter.settings.window and drafter.settings.window_end == "root"
         return Layout(
@@ -322,8 +364,9 @@ class InjectedLayout(NetworkLayout):
             self.serve + (WINDOW_AT_ROOT if at_root and not self.trains_at_root else ""),
             max_depth=_count_levels(drafter),
             one_forward=True,
-            # without causal attention each slot reads all masks of its block, so that their number matters
-            fixed_length=not drafter.settings.causal,
+            # without causal attention each slot reads all masks of its block, so that their number matters, as it does
+            # for XPress's mean of their states
+            fixed_length=drafter.settings.kind == XPRESS or not drafter.settings.causal,
         )
 
     def with_window(self, config: Config, window_keys: Config) -> Config:
@@ -352,10 +395,12 @@ class InjectedLayout(NetworkLayout):
             ours, theirs, fitting = "behind its place", "at its own", "deepspec"
         else:
             ours, theirs, fitting = "at its own place", "behind it", "zlab"
+        # DeepSpec has no XPress
+        readers = "speculators" if settings.kind == XPRESS else f"{fitting} or speculators"
         raise ValueError(
             f"{engine}: drafter.sample_from_anchor is {str(anchor).lower()}: a slot names the token {ours}, and there "
-            f"it names the one {theirs}: every token would stand one place off and none be kept. Export to {fitting} "
-            f"or speculators, or train with drafter.sample_from_anchor={str(not anchor).lower()}"
+            f"it names the one {theirs}: every token would stand one place off and none be kept. Export to {readers}, "
+            f"or train with drafter.sample_from_anchor={str(not anchor).lower()}"
         )
 
     def _check(self, drafter: TrainableDrafter, engine: str) -> None:
@@ -369,9 +414,10 @@ class InjectedLayout(NetworkLayout):
                 "has a layout for it; train with drafter.qk_norm=true"
             )
         if drafter.own_drafts is not None and not self.reads_draft_vocab:
+            readers = "speculators" if drafter.settings.kind == XPRESS else "vllm or speculators"
             raise ValueError(
                 f"{engine}: drafter.draft_vocab is {drafter.settings.draft_vocab}, and the draft's tokens would be "
-                "read as the first of the vocabulary there: export to vllm or speculators"
+                f"read as the first of the vocabulary there: export to {readers}"
             )
         # whether the reader can be told which layers are causal: in those a slot sees only earlier slots of its block
         is_read = self.reads_causal or (self.frees_windows and not drafter.settings.causal)

@@ -39,19 +39,25 @@ ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a value is a finite number above 0."""
+    """Return whether a value is a finite number above 0.
+
+    Values of a config are of unknown origin, and may be of any type.
+    """
     # `type` and not isinstance, since true is an int too; the limit keeps absurd numbers out of computations
     return type(value) in (int, float) and 0 < value < 1e30 and math.isfinite(value)
 
 
 def _is_count(value: Any, minimum: int = 0) -> bool:
-    """Return whether a value is a whole number from `minimum` to MAX_SIZE, which is above any size or token id."""
+    """Return whether a config's value is a whole number from `minimum` to MAX_SIZE, above any size or token id."""
     # `type` and not isinstance, since true is an int too
     return type(value) is int and minimum <= value < MAX_SIZE
 
 
 def _is_rotary(value: Any) -> bool:
-    """Return whether a value may be one of the rotary parameters: a word, a boolean, a number or a list of numbers."""
+    """Return whether a value may be one of the rotary parameters: a word, a boolean, a number or a list of numbers.
+
+    The config is of unknown origin, so that a value may be anything.
+    """
     is_bounded = type(value) in (int, float) and abs(value) < 1e30
     return isinstance(value, str | bool) or is_bounded or _list_of(is_number)(value)
 
@@ -76,8 +82,10 @@ KEYS_READ = {  # the keys that are read, by the kind of their values
     "a whole number above 0": "hidden_size intermediate_size vocab_size draft_vocab_size truncated_vocab_size head_dim "
     "num_attention_heads num_key_value_heads num_hidden_layers num_target_layers max_position_embeddings block_size "
     "sliding_window swa_window_size target_hidden_size parallel_draft_step n_predict k_mask num_heads num_medusa_heads "
-    "num_medusa_layers medusa_num_heads medusa_num_layers hydra_num_heads hydra_num_layers",
-    "a whole number, 0 or more": "mask_token_id pard_token ptd_token_id markov_rank pure_draft_prefix_len",
+    "num_medusa_layers medusa_num_heads medusa_num_layers hydra_num_heads hydra_num_layers "
+    "xpress_rank xpress_mlp_hidden xpress_block_size",
+    "a whole number, 0 or more": "mask_token_id pard_token ptd_token_id markov_rank pure_draft_prefix_len "
+    "num_jacobi_passes xpress_num_passes",
     "a number above 0": "rope_theta partial_rotary_factor rms_norm_eps logit_scale",
     "true or false": "bias attention_bias mlp_bias qkv_bias tie_word_embeddings tie_weights scale_input norm_before_fc "
     "norm_before_residual fc_norm norm_output use_mtp_layernorm use_input_layernorm_in_first_layer "
@@ -118,12 +126,12 @@ class Keys:
         return None
 
     def section(self, name: str) -> Keys:
-        """Return a nested section by its key, empty if it is absent; what is wrong in it is added to the same list."""
+        """Return a nested section of the config by its key, empty if it is absent; its faults join the same list."""
         return Keys(self.read(name) or {}, f"{self.prefix}{name}.", self.wrong)
 
 
 def short(value: Any) -> str:
-    """Return a value of unknown origin as text for a message, shortened."""
+    """Return a value of unknown origin as text for a message, shortened so that it can be printed on a terminal."""
     # Python refuses to print integers of thousands of digits
     if isinstance(value, int) and abs(value) > 10**30:
         return "an absurd number"
@@ -187,7 +195,10 @@ def read_rope(keys: Keys, notes: list[str]) -> dict[str, Any]:
 
 
 def _read_rope_section(section: Keys) -> dict[str, Any]:
-    """Return the values of `rope_parameters` or `rope_scaling`; none if one is of a wrong type, which is reported."""
+    """Return the values of `rope_parameters` or `rope_scaling`; none if one is of a wrong type, which is reported.
+
+    Rotary parameters are the base frequency and how it is scaled.
+    """
     values = {name: value for name, value in section.values.items() if value is not None}
     # older configs say `type` for `rope_type`
     kind = values.pop("type", None)

@@ -45,7 +45,7 @@ def report(
         fault: The fault.
         fatal: Whether it is fatal in this checkpoint; None for the fault's default.
         affects: Whether an engine with a given layout is affected; None for the engines whose `faults` list it.
-        values: The values for the words in braces of the fault's text.
+        values: The values that replace the words in braces of the fault's text.
     """
     return FoundFault(fault, values, fault.fatal if fatal is None else fatal, affects)
 

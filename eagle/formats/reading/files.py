@@ -107,7 +107,10 @@ def resolve_inside(path: Path, folder: Path) -> Path:
 
 
 def check_links(folder: Path) -> None:
-    """Raise ValueError if an entry of a folder is a link that leads outside; nothing is done without such a folder."""
+    """Raise ValueError if an entry of a folder is a link that leads outside; nothing is done without such a folder.
+
+    A checkpoint of unknown origin could else make us read or publish other files of the machine.
+    """
     if folder.is_dir():
         for path in sorted(folder.iterdir()):
             if path.is_symlink():
@@ -115,7 +118,10 @@ def check_links(folder: Path) -> None:
 
 
 def has(folder: Path, name: str) -> bool:
-    """Return whether a folder has an entry of this name, of any kind, even a link to nothing."""
+    """Return whether a folder has an entry of this name, of any kind, even a link to nothing.
+
+    Config and weights of a checkpoint are looked for by it.
+    """
     return (folder / name).exists() or (folder / name).is_symlink()
 
 
@@ -140,7 +146,10 @@ def check_not_hollow(path: Path, display_path: Path) -> None:
 
 
 def read_bounded(folder: Path, name: str, max_bytes: int) -> bytes:
-    """Return the bytes of a file in a folder; ValueError if there are more than `max_bytes`."""
+    """Return the bytes of a file in a folder; ValueError if there are more than `max_bytes`.
+
+    The limit keeps a file of unknown origin from filling the memory.
+    """
     path = plain_file(folder, name)
     size = path.stat().st_size
     if size > max_bytes:
@@ -151,7 +160,10 @@ def read_bounded(folder: Path, name: str, max_bytes: int) -> bytes:
 
 
 def read_start(path: Path, count: int) -> bytes:
-    """Return the first `count` bytes of a file, fewer if it is shorter; ValueError if it cannot be read."""
+    """Return the first `count` bytes of a file, fewer if it is shorter; ValueError if it cannot be read.
+
+    A safetensors file begins with its header, so that no tensor need be read.
+    """
     try:
         with path.open("rb") as file:
             return file.read(count)
@@ -160,7 +172,10 @@ def read_start(path: Path, count: int) -> bytes:
 
 
 def read_text(folder: Path, name: str, max_bytes: int) -> str:
-    """Return the text of a file in a folder; ValueError if it is longer than `max_bytes` or no UTF-8."""
+    """Return the text of a file in a folder; ValueError if it is longer than `max_bytes` or no UTF-8.
+
+    The limit keeps a file of unknown origin from filling the memory.
+    """
     try:
         return read_bounded(folder, name, max_bytes).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -194,12 +209,15 @@ def parse_json(text: bytes, source: str) -> dict[str, Any]:
 
 
 def _refuse(constant: str) -> Any:
-    """Raise ValueError for a constant such as NaN, which Python's parser of JSON would accept."""
+    """Raise ValueError for a constant such as NaN, which JSON does not have and Python's parser would accept."""
     raise ValueError(f"{constant} is not a number")
 
 
 def _parse_float(text: str) -> float:
-    """Return a number of a JSON text as a float; ValueError if it is too large for one."""
+    """Return a number of a JSON text as a float; ValueError if it is too large for one.
+
+    JSON's parser calls it for each number with a fraction or an exponent.
+    """
     value = float(text)
     # Python reads 1e999 as infinity
     return value if math.isfinite(value) else _refuse(text)
@@ -237,7 +255,7 @@ class TensorEntry:
 
     @property
     def bytes(self) -> int:
-        """The tensor's size in bytes."""
+        """The tensor's size in bytes, by its shape and dtype."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -252,7 +270,10 @@ class FolderTensors:
     files: list[Path] = field(default_factory=list)
 
     def load(self, name: str) -> Tensor:
-        """Return the values of one tensor by its name in the file, on the CPU."""
+        """Return the values of one tensor by its name in the file, on the CPU.
+
+        It is read from the disk now.
+        """
         path = self.stored[name].file
         if path in self.pickled:
             return self.pickled[path][name]
@@ -422,7 +443,10 @@ def _parse_entry(entry: Any, where: str) -> tuple[torch.dtype, tuple[int, ...], 
 
 
 def _are_counts(values: list[Any], end: int) -> bool:
-    """Return whether all values of unknown origin are whole numbers from 0 to below `end`."""
+    """Return whether all values of unknown origin are whole numbers from 0 to below `end`.
+
+    Sizes and offsets in a file's header must be such numbers.
+    """
     # `type` and not isinstance, since true is an int too
     return all(type(value) is int and 0 <= value < end for value in values)
 

@@ -41,11 +41,14 @@ class Inspection:
 
     @property
     def fatal(self) -> bool:
-        """Whether any fault would cost acceptance or prevent loading."""
+        """Whether any fault would cost acceptance or prevent loading in an engine."""
         return any(finding.fatal for finding in self.findings)
 
     def __str__(self) -> str:
-        """Return the text that `eagle inspect` prints."""
+        """Return the text that `eagle inspect` prints.
+
+        A line for each fact, note and fault.
+        """
         # the facts' names are padded to the longest
         width = max(map(len, self.facts), default=0)
         lines = [f"{self.folder}: {self.kind}"]
@@ -139,7 +142,10 @@ def read_head(
 
 
 def _read_target(target: str | None) -> TargetFiles | None:
-    """Return what the files of a target tell, a folder or a hub id; None if no target is given."""
+    """Return what the files of a target tell, a folder or a hub id; None if no target is given.
+
+    A checkpoint is compared with it.
+    """
     return None if target is None else TargetFiles.read(target)
 
 
@@ -151,8 +157,8 @@ def _convert(
     Args:
         head: The checkpoint.
         network: Its network; None if no network was recognised, which is refused.
-        taps: As in `import_head`.
-        norm_output: As in `import_head`.
+        taps: The layers whose inputs the head reads, where its config does not tell; None where it does.
+        norm_output: What reads the normed state, "next-step" or "lm-head", where the config leaves it open.
     """
     if network is None:
         raise ValueError(describe_problems(head))
@@ -254,7 +260,10 @@ def _kind_of_unreadable(path: Path) -> str:
 
 
 def _list_facts(head: HeadFolder) -> dict[str, Any]:
-    """Return what `eagle inspect` prints of any checkpoint: who wrote it, its number of tensors, and their dtypes."""
+    """Return what `eagle inspect` prints of any checkpoint: who wrote it, its number of tensors, and their dtypes.
+
+    Facts are lines of name and value. `head` is the checkpoint while it is read.
+    """
     entries = head.tensors.stored.values()
     dtypes = sorted({str(entry.dtype).removeprefix("torch.") for entry in entries})
     count = sum(math.prod(entry.shape) for entry in entries if entry.dtype.is_floating_point)

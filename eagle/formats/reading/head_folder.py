@@ -66,7 +66,10 @@ class Finding:
         return text
 
     def __str__(self) -> str:
-        """Return the line that `eagle inspect` prints."""
+        """Return the line that `eagle inspect` prints.
+
+        A fatal finding costs acceptance or prevents loading.
+        """
         severity = "FATAL" if self.fatal else "note "
         return f"{severity} {self.sentence}"
 
@@ -106,7 +109,7 @@ class HeadFolder:
 
     @property
     def sections(self) -> tuple[Keys, Keys, Keys]:
-        """The whole config, the section of its Llama block and the nested one; some of them may be one and the same."""
+        """The config's sections: the whole, that of its Llama block and the nested one; some may be the same."""
         return self.keys, self.block, self.nested
 
     @property
@@ -119,7 +122,7 @@ class HeadFolder:
 
     @property
     def is_of_speculators(self) -> bool:
-        """Whether the config is one of `speculators`."""
+        """Whether the config is one of the project `speculators`, which nests sizes and settings."""
         return "speculators_model_type" in self.config or "transformer_layer_config" in self.config
 
     @property
@@ -147,22 +150,28 @@ class HeadFolder:
         return ", ".join(shown)
 
     def has_block(self, prefix: str) -> bool:
-        """Return whether some tensor's name in the file begins with this prefix."""
+        """Return whether some tensor's name in the file begins with this prefix.
+
+        It tells which decoder block a head has.
+        """
         return any(name.startswith(prefix) for name in self.names.values())
 
     def entry(self, name: str) -> TensorEntry | None:
-        """Return a tensor's dtype, shape and file by this project's name; None if the file lacks it."""
+        """Return a tensor's dtype, shape and file by this project's name of it; None if the checkpoint lacks it."""
         return self.tensors.stored.get(self.names.get(name, ""))
 
     def side(self, name: str, dim: int) -> int | None:
-        """Return the size of one dimension of a matrix by this project's name; None if it is no matrix, or absent."""
+        """Return the size of one dimension of a matrix by this project's name; None if it is no matrix, or absent.
+
+        Tensors tell the sizes of a head that its config leaves out.
+        """
         entry = self.entry(name)
         if entry is None or len(entry.shape) != 2:
             return None
         return entry.shape[dim]
 
     def load(self, name: str) -> Tensor:
-        """Return a tensor's values, as the file has them, by this project's name; the file must hold it."""
+        """Return a tensor's values as the file has them, by this project's name of it; the file must hold it."""
         return self.tensors.load(self.names[name])
 
     def problem(self, what: str, fix: str = "", fatal: bool = True) -> None:
@@ -176,7 +185,10 @@ class HeadFolder:
         self.problems.append(Finding(what, (), fatal, fix))
 
     def note_once(self, note: str) -> None:
-        """Add a note for the user to `notes`, once even if several tensors give reason to it."""
+        """Add a note for the user to `notes`, once even if several tensors give reason to it.
+
+        Notes say what an import assumed or left out.
+        """
         if note not in self.notes:
             self.notes.append(note)
 
@@ -199,7 +211,7 @@ class HeadFolder:
                 )
 
     def mark_handled(self, *names: str) -> None:
-        """Mark keys that do not matter as handled in every section, so that they do not count as unknown."""
+        """Mark keys that do not matter as handled in every section of the config, so that none counts as unknown."""
         for section in self.sections:
             section.handled |= set(names)
 
@@ -216,7 +228,10 @@ def describe_tensor(name: str) -> str:
 
 
 def usual_name(name: str) -> str:
-    """Return a tensor's name as most trainers have it: without `model.`, and EAGLE-3's block as `layers.0`."""
+    """Return a tensor's name as most trainers have it: without `model.`, and EAGLE-3's block as `layers.0`.
+
+    Trainers name the same tensors in different ways.
+    """
     return re.sub(r"^midlayer\.", "layers.0.", name.removeprefix("model."))
 
 
@@ -230,7 +245,7 @@ def list_some(names: Iterable[str]) -> str:
 
 
 def refuse_tensors(head: HeadFolder, names: Iterable[str]) -> None:
-    """Add to the head's problems tensors that no network here has, with what they are where that is known.
+    """Add a problem to the checkpoint for tensors that no network here has, with what they are where that is known.
 
     Args:
         head: The checkpoint.
@@ -253,7 +268,7 @@ def refuse_tensors(head: HeadFolder, names: Iterable[str]) -> None:
 
 
 def compare_copies(head: HeadFolder, copies: dict[str, str]) -> None:
-    """Add to the head's problems duplicates of a tensor that differ; equal ones are only noted as left out.
+    """Add a problem to the checkpoint for duplicates of a tensor that differ; equal ones are noted as left out.
 
     Args:
         head: The checkpoint.
@@ -284,7 +299,7 @@ def compare_borrowed(
     Args:
         head: The checkpoint.
         name: Our name of the tensor.
-        known_as: The endings of the names that targets have for it.
+        known_as: The endings of the names that targets of all families have for it.
         may_differ: Whether such heads may train their copy: a difference is then noted, and no problem.
         rows: The indices of the target's rows that the copy has, which are token ids; None for all rows.
     """
@@ -324,7 +339,7 @@ def _compare_rows(head: HeadFolder, stored: str, differing: int, may_differ: boo
         head: The checkpoint.
         stored: The copy's name in the file.
         differing: The number of rows that differ.
-        may_differ: As in `compare_borrowed`.
+        may_differ: Whether such heads may train their copy: a difference is then noted, and no problem.
     """
     total = head.tensors.stored[stored].shape[0]
     left_out = f"{stored} is left out, heads here use the target's"
@@ -344,7 +359,7 @@ def _compare_rows(head: HeadFolder, stored: str, differing: int, may_differ: boo
 def count_indices(head: HeadFolder, pattern: str) -> int:
     """Return how many different numbers the pattern's group matches in our names of tensors: how many layers there are.
 
-    For example, `layers\\.(\\d+)\\.` counts layers.
+    For example, `layers\\.(\\d+)\\.` counts layers. `head` is the checkpoint while it is read.
     """
     matches = (re.match(pattern, name) for name in head.names)
     return len({match[1] for match in matches if match})
@@ -458,7 +473,7 @@ def read_sizes(head: HeadFolder) -> None:
 
 
 def _read_size(head: HeadFolder, name: str, tensor: str) -> int:
-    """Return a size by the config, else the number of rows of a tensor; 1 and a problem if neither tells.
+    """Return a size of the head by the config, else by the rows of a tensor; 1 and a problem if neither tells.
 
     Args:
         head: The checkpoint.
@@ -480,7 +495,10 @@ def _read_size(head: HeadFolder, name: str, tensor: str) -> int:
 
 
 def read_own(head: HeadFolder) -> None:
-    """Set `names`, `shape`, `settings` and taps of a head of this project, whose config states them under our names."""
+    """Set `names`, `shape`, `settings` and taps of a head of this project, whose config has them by our names.
+
+    Taps are the target's layers whose inputs it reads.
+    """
     head.names = {name: name for name in head.tensors.stored}
     read_sizes(head)
     head.settings = dict(head.config["settings"])

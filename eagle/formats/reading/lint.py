@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,7 +19,7 @@ from eagle.recipe import TargetSection
 
 
 def check_network(head: HeadFolder, network: Network) -> Iterator[FoundFault]:
-    """Yield what engines read differently in heads of this network, and faults of the draft vocabulary.
+    """Yield what inference engines read differently in heads of this network, and faults of the draft vocabulary.
 
     No engine reads a head in this project's own layout, so the first does not concern it.
     """
@@ -28,7 +29,10 @@ def check_network(head: HeadFolder, network: Network) -> Iterator[FoundFault]:
 
 
 def check_rotary(head: HeadFolder, network: Network) -> Iterator[FoundFault]:
-    """Yield faults of the rotary parameters: how the config states them, and where they are not the target's."""
+    """Yield faults of the rotary parameters: how the config states them, and where they are not the target's.
+
+    `head` is the checkpoint while it is read, and `network` the table of its network.
+    """
     rope = head.shape.get("rope_parameters")
     has_attention = any(".self_attn." in name for name in head.names)
     # no head without attention uses them, and in some networks the config's parameters are not the head's
@@ -57,7 +61,8 @@ def check_rotary(head: HeadFolder, network: Network) -> Iterator[FoundFault]:
 def check_config(head: HeadFolder, network: Network) -> Iterator[FoundFault]:
     """Yield a fault if the config states another dtype than the tensors have, and one for keys that nothing here knows.
 
-    `network` is not read: all checks have the same arguments.
+    `network` is not read: all checks have the same arguments. `head` is the checkpoint while it is read; `eagle
+    inspect` prints the faults.
     """
     block = head.block.values
     config = head.config
@@ -87,9 +92,9 @@ def _list_dtypes(entries: list[TensorEntry]) -> list[str]:
 
 
 def check_numbers(head: HeadFolder, network: Network) -> Iterator[FoundFault]:
-    """Yield a fault for each tensor that is all zeros or not finite.
+    """Yield a fault for each tensor that is not finite, or all zeros where a new head of the network has others.
 
-    `network` is not read: all checks have the same arguments.
+    `head` is the checkpoint while it is read; `eagle inspect` prints the faults.
     """
     # our names by those in the file
     ours = {stored: name for name, stored in head.names.items()}
@@ -104,7 +109,9 @@ def check_numbers(head: HeadFolder, network: Network) -> Iterator[FoundFault]:
             yield report(faults.NOT_FINITE, name=stored, count=count, total=values.numel())
             continue
         # zeros are normal in a bias, and no fault in a tensor that is not the head's
-        may_be_zero = stored not in ours or ours[stored].endswith("bias") or not values.numel()
+        name = ours.get(stored, "bias")
+        is_zero_at_first = name.endswith("bias") or re.fullmatch(network.zero_at_first, name)
+        may_be_zero = is_zero_at_first or not values.numel()
         if not may_be_zero and not bool(values.any()):
             yield report(faults.ALL_ZEROS, name=stored)
 
@@ -112,7 +119,7 @@ def check_numbers(head: HeadFolder, network: Network) -> Iterator[FoundFault]:
 def check_target(head: HeadFolder, network: Network) -> Iterator[FoundFault]:
     """Yield faults of the head's sizes and its embedding as compared with the target, if there is one.
 
-    `network` is not read: all checks have the same arguments.
+    `network` is not read: all checks have the same arguments. `head` is the checkpoint while it is read.
     """
     if head.target is None:
         return
@@ -160,7 +167,7 @@ def check_masked(head: HeadFolder, network: Network) -> Iterator[FoundFault]:
     """Yield faults of the taps, the layers that the head reads, and of its mask token.
 
     A head that drafts several tokens in one forward reads the mask token where a token is not known yet. `network` is
-    not read: all checks have the same arguments.
+    not read: all checks have the same arguments. `head` is the checkpoint while it is read.
     """
     taps = head.settings.get("taps")
     token = head.settings.get("mask_token")
@@ -205,7 +212,7 @@ def lint(head: HeadFolder, network: Network | None) -> list[Finding]:
 
 
 def describe_fault(found: FoundFault) -> Finding:
-    """Return a fault as `inspect` shows it, with the engines that it affects and its text filled in."""
+    """Return a fault as `eagle inspect` shows it, with the engines that it affects and its text filled in."""
     # engines are picked by their layouts, or by their lists of faults
     if found.affects:
         engines = _name_engines(found.affects)
@@ -222,5 +229,5 @@ def describe_fault(found: FoundFault) -> Finding:
 
 
 def _name_engines(affects: Callable[[Any], bool]) -> tuple[str, ...]:
-    """Return the titles of the engines with a layout, of any network, for which the function `affects` is true."""
+    """Return the titles of the inference engines with a layout, of any network, for which `affects` is true."""
     return tuple(engine.title for engine in SERVERS if any(map(affects, engine.networks.values())))

@@ -7,7 +7,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from eagle.formats.networks.block_heads import DFLASH_HEADS, DOMINO_HEADS, DSPARK_HEADS
+from eagle.formats.networks.block_heads import (
+    DFLASH_HEADS,
+    DOMINO_HEADS,
+    DSPARK_HEADS,
+    XPRESS_HEADS,
+)
 from eagle.formats.networks.eagle_heads import EAGLE1_HEADS, EAGLE3_HEADS, PEAGLE_HEADS
 from eagle.formats.networks.falcon_heads import FALCON_HEADS
 from eagle.formats.networks.level_networks import HYDRA_HEADS, MEDUSA_HEADS, SPECULATOR_HEADS
@@ -24,6 +29,7 @@ AS_DRAFT = "load_drafter takes it as a draft model, for a target with the same v
 WITH_SIGNS = (
     DSPARK_HEADS,
     DOMINO_HEADS,
+    XPRESS_HEADS,
     DFLASH_HEADS,
     PEAGLE_HEADS,
     HYDRA_HEADS,
@@ -73,7 +79,8 @@ def read_folder(path: Path) -> tuple[HeadFolder, Network | None]:
 def _recognise_own(head: HeadFolder) -> Network | None:
     """Return the network of a head of this project, by the method in its settings.
 
-    None, and a problem of the head, for a method of this project whose network no other tool has.
+    None, and a problem of the head, for a method of this project whose network no other tool has. `head` is the
+    checkpoint while it is read.
     """
     head.layout = OWN
     method = head.config["settings"].get("kind")
@@ -88,7 +95,8 @@ def _recognise_own(head: HeadFolder) -> Network | None:
 def _recognise_foreign(head: HeadFolder) -> Network | None:
     """Return the network of another tool's checkpoint, by its tensors and its config; `head.kind` is set.
 
-    None, and a problem of the head, if it is of no known network.
+    None, and a problem of the head, if it is of no known network. `head` is the checkpoint while it is read. A network
+    is a table of tensor names that several methods may share.
     """
     head.kind, advice = kind_by_tensors(head.names, head.config)
     # EAGLE-1 and EAGLE-3 share the names of most tensors
@@ -103,7 +111,7 @@ def _recognise_foreign(head: HeadFolder) -> Network | None:
 
 
 def _refuse_kind(head: HeadFolder, advice: str) -> None:
-    """Add to the head's problems that it is no head of a known network, with what it is and advice on it."""
+    """Add a problem to the checkpoint: that it is no head of a known network, with what it is and advice on it."""
     head.problem(f"this is no head of EAGLE's: {head.kind}; {_describe(head)}", advice, fatal=False)
 
 
@@ -139,7 +147,8 @@ def kind_by_tensors(names: Iterable[str], config: dict[str, Any]) -> tuple[str, 
 def _kind_of_model(names: list[str], config: dict[str, Any]) -> tuple[str, str]:
     """Return in words what a checkpoint is that may be a language model or a part of one, and advice on it.
 
-    Both are "" if it is neither. The arguments are those of `kind_by_tensors`.
+    Both are "" if it is neither. `names` are those of its tensors as most trainers have them, and `config` is
+    config.json.
     """
     # an MTP layer may be stored among all layers of its model, and only the layer is read then
     if any(MTP_PROJECTION.match(name) for name in names):
@@ -175,7 +184,10 @@ def kind_by_config(config: dict[str, Any]) -> str:
 
 
 def _is_named(network: Network, words: list[str], config: dict[str, Any]) -> bool:
-    """Return whether a config names a network, by a word of `_read_words` or by a key that no other network has."""
+    """Return whether a config names a network, by one of its `words` or by a key that no other network has.
+
+    The words are the config's types, method and architecture, in lower case.
+    """
     return any(re.search(network.type_words, word) for word in words) or any(
         key in config for key in network.config_keys
     )
@@ -198,7 +210,10 @@ def _is_eagle(names: list[str], words: list[str], config: dict[str, Any]) -> boo
 
 
 def _is_whole_model(names: set[str]) -> bool:
-    """Return whether tensors of these names are a whole model of one layer: no head has all of them."""
+    """Return whether tensors of these names are a whole model of one layer: no head has all of them.
+
+    A language model of one layer has tensors of the same names as a draft head, and more.
+    """
     has_output = bool(names & {"norm.weight", "lm_head.weight"})
     return has_output and {"layers.0.input_layernorm.weight", "embed_tokens.weight"} <= names
 
@@ -229,7 +244,10 @@ def _architecture(config: dict[str, Any]) -> str:
 
 
 def _is_fused(head: HeadFolder) -> bool:
-    """Return whether an EAGLE head is an EAGLE-3 head and no EAGLE-1 head: one sign is enough."""
+    """Return whether an EAGLE head is an EAGLE-3 head, which fuses several layers: one sign is enough.
+
+    Else it is an EAGLE-1 head.
+    """
     words = f"{head.architectures[:1]} {head.config.get('speculators_model_type')}".lower()
     is_named = head.has_block("midlayer.") or "draft_vocab_size" in head.config or "eagle3" in words
     # its attention reads embedding and state concatenated: q_proj is [..., 2 x width]
@@ -239,7 +257,10 @@ def _is_fused(head: HeadFolder) -> bool:
 
 
 def _describe(head: HeadFolder) -> str:
-    """Return, as text, the keys and tensors by which a user may identify a checkpoint that is not known here."""
+    """Return, as text, the keys and tensors by which a user may identify a checkpoint that is not known here.
+
+    `head` is the checkpoint while it is read.
+    """
     keys = (
         "architectures",
         "speculators_model_type",

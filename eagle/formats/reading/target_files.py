@@ -36,7 +36,7 @@ class TargetFiles:
 
     @classmethod
     def read(cls, path: str) -> TargetFiles:
-        """Read the config and the headers of the weight files of a target in a folder, or on the hub.
+        """Read a target's config and the headers of its weight files, in a folder or on the hub; no weights are loaded.
 
         ValueError if the config does not tell the target's sizes.
         """
@@ -130,6 +130,8 @@ def embedding_dtype(path: str) -> torch.dtype:
 
 def count_differing_rows(ours: Tensor, theirs: Tensor) -> int:
     """Return how many rows of two matrices of one shape differ after both are rounded to the coarser of their dtypes.
+
+    A row is a token's. Rounding is no difference, since tools save in different precisions.
 
     Args:
         ours: A head's embedding or LM head, [vocabulary, width].

@@ -49,6 +49,8 @@ class QueryChunk(NamedTuple):
     def hide_duplicates(self, scores: Tensor, logs: Tensor) -> None:
         """Let each query read each key only once, in a block or by its own score, by hiding the other in place.
 
+        Attention reads a key in a block by a kernel, and the other keys in fp64. A hidden score is -inf.
+
         Args:
             scores: [B, K, G, N, T], of N queries of G heads for each of K key/value heads, and the T keys from `start`
                 on.
@@ -67,7 +69,7 @@ class Blocks:
     """The keys that the queries of a forward read in blocks; all layers of the forward share it."""
 
     def __init__(self, ends: Tensor, length: int) -> None:
-        """Take a forward's blocks.
+        """Keep which keys the queries of a forward read in blocks.
 
         Args:
             ends: [B, N], for N queries of B sequences an index of a key, a multiple of BLOCK: the query reads the keys
@@ -78,7 +80,9 @@ class Blocks:
         self.chunks: dict[int, list[QueryChunk]] = {}  # by number of groups
 
     def fit(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
-        """Return whether a layer can read blocks: its shapes are the forward's, and the kernel keeps bits for them.
+        """Return whether a layer can read keys in blocks: its shapes are the forward's, and the kernel keeps bits.
+
+        A kernel keeps bits if a query's output does not depend on how many others are read with it.
 
         Args:
             query: [B, H, N, D], of N new tokens of B sequences, for H heads of width D.
@@ -92,7 +96,8 @@ class Blocks:
     def cut(self, groups: int, mask: Tensor) -> list[QueryChunk]:
         """Cut the queries into chunks of as many as the kernel may read at once.
 
-        A query reads no blocks if the mask hides one of the keys in them from it.
+        A block is BLOCK earlier keys, which a kernel reads at once. A query reads no blocks if the mask hides one of
+        their keys from it.
 
         Args:
             groups: G, the number of query heads of each key/value head.
@@ -117,7 +122,7 @@ class Blocks:
         return self.chunks[groups]
 
     def _make_chunks(self, at_once: int) -> Iterator[QueryChunk]:
-        """Yield chunks of at most `at_once` queries.
+        """Yield chunks of at most `at_once` queries, which are read together.
 
         A query reads the keys before its entry in `ends` in blocks, and those after it in fp64. A chunk reads in fp64
         from its lowest end on, and hides from each query the keys that it reads in blocks.
@@ -154,7 +159,9 @@ def reading_blocks(
     *,
     is_chain: bool,
 ) -> Iterator[None]:
-    """A context in which the attention of a forward may read earlier keys in blocks.
+    """A context in which the attention of a forward may read earlier keys in blocks of fixed size.
+
+    A fused kernel then gives the same bits whatever tokens are read together, and costs less than sums in fp64.
 
     Args:
         starts: the number of committed columns of each sequence.
@@ -187,14 +194,14 @@ def read_blocks(
     end: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Attend to each block of keys alone; `_attend` in `invariant.py` combines the blocks.
+    """Attend to each block of BLOCK keys alone; `_attend` in `invariant.py` combines the blocks' outputs.
 
     Args:
         rows: [B * K, R, D], R queries of width D for each of K key/value heads of B sequences.
         key: [B, K, S, D], of S tokens.
         value: [B, K, S, D].
         end: the keys before this index are read; a multiple of BLOCK.
-        scale: of the products.
+        scale: the factor on the products of queries and keys.
 
     Returns:
         Outputs [B * K, R, J, D] of J = end / BLOCK blocks, and the logarithms [B * K, R, J] of the sums of exp(score),
@@ -218,9 +225,9 @@ def read_blocks(
 @cache
 @torch.inference_mode()
 def keeps_bits(dtype: torch.dtype, width: int) -> bool:
-    """Return whether the kernel gives a row the same bits whatever the number of rows; tried once on random numbers.
+    """Return whether the fused kernel gives a query the same bits whatever the number of queries, by a trial.
 
-    `width` is that of a head.
+    The trial, on random numbers, runs once for each dtype and head width `width`.
     """
     if not hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"):
         return False

@@ -128,8 +128,8 @@ class _AttentionCall(NamedTuple):
     def read(self, chunk: QueryChunk) -> Tensor:
         """Return [B, N, H, D'], the attention output of a chunk's N queries of B sequences, for H heads.
 
-        Keys from the chunk's `start` on are summed in fp64, and those before `stop` also in blocks. Where both read a
-        key, one of them is hidden from each query.
+        Keys from the chunk's `start` on are summed in fp64, and those before `stop` also in blocks, by a fused kernel.
+        Where both read a key, one of them is hidden from each query.
         """
         b = chunk.sequences  # a slice, as `n`
         n = chunk.queries
@@ -166,7 +166,7 @@ class _AttentionCall(NamedTuple):
         return attended.view(*by_group.shape[:-1], -1).flatten(1, 2).transpose(1, 2)
 
     def _sinks(self, scores: Tensor) -> Tensor | None:
-        """Return [B * K, G * N, 1], the attention sink of each row of scores; None without sinks.
+        """Return [B * K, G * N, 1], the attention sink of each query's scores; None without sinks.
 
         `scores` are [B, K, G, N, T], of N queries of G heads for each of K key/value heads, and T keys.
 
@@ -179,6 +179,8 @@ class _AttentionCall(NamedTuple):
 
     def _score(self, rows: Tensor, keys: Tensor) -> Tensor:
         """Return scores [B * K, R, T] in fp64: scaled products of queries and keys, with the softcap if there is one.
+
+        fp64 makes the order of the sums irrelevant.
 
         Args:
             rows: [B * K, R, D], R queries for each of K key/value heads of B sequences.
@@ -201,13 +203,15 @@ class _AttentionCall(NamedTuple):
 def _block_chunks(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor
 ) -> list[QueryChunk] | None:
-    """Return a layer's queries in chunks that read blocks of keys; None if the layer cannot read any.
+    """Return a layer's queries in chunks that read earlier keys in blocks; None if the layer cannot read any.
+
+    A fused kernel reads a block of fixed size with the same bits, whatever is read together.
 
     Args:
         query: [B, H, N, D], of N new tokens of B sequences, for H heads of width D.
         key: [B, K, S, D], of S cached and new tokens, for K key/value heads.
         value: [B, K, S, D'].
-        mask: as in `invariant_attention`.
+        mask: bool or additive, [B, 1 or H, N, S] or with the queries of a group as rows; [1, 1, 1, 1]: causal.
     """
     # the context of the running forward has set it; a mask for each head may hide other keys from each
     blocks = BLOCKS.get()
@@ -217,7 +221,10 @@ def _block_chunks(
 
 
 def _chunk_queries(sequences: int, count: int, at_once: int) -> list[QueryChunk]:
-    """Return chunks of at most `at_once` of `count` queries, in all sequences, that read no blocks."""
+    """Return chunks of at most `at_once` of `count` queries, in all sequences, that read all keys in fp64.
+
+    Chunks limit the memory of the scores. `sequences` is the number of sequences.
+    """
     chunks = []
     for start in range(0, count, at_once):
         queries = slice(start, min(start + at_once, count))
@@ -254,7 +261,7 @@ def _expand_mask(mask: Tensor, count: int, groups: int) -> Tensor:
 def _future_mask(scores: Tensor) -> Tensor:
     """Return [N, T], whether each of T keys comes after each of N queries; the last key is the last query's own.
 
-    `scores` are [.., N, T].
+    `scores` are [.., N, T]. It is the causal mask of a prompt, whose queries are the last N of T tokens.
     """
     count, keys = scores.shape[-2:]
     return torch.ones(count, keys, dtype=torch.bool, device=scores.device).triu_(keys - count + 1)
@@ -308,7 +315,10 @@ class SumsInFp64(TorchFunctionMode):
     """A context in which products of several matrices, attention and softmax are computed in fp64, then rounded."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function of torch, with its tensors in fp64 and its output rounded back if it is one of `SUMS`."""
+        """Call a function of torch, with its tensors in fp64 and its output rounded back if it is one of `SUMS`.
+
+        torch calls it for each of its functions while the context is entered.
+        """
         options = dict(kwargs or {})
         # an output in a given tensor has that tensor's dtype
         if func not in SUMS or options.get("out") is not None:
@@ -324,21 +334,25 @@ class SumsInFp64(TorchFunctionMode):
 
 
 def _is_narrow(value: Any) -> bool:
-    """Return whether a value is a floating-point tensor of less than fp64."""
+    """Return whether a value is a floating-point tensor of less than fp64, such as bf16, fp16 or fp32."""
     return isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
 
 
 def _widen(tensor: Tensor) -> Tensor:
-    """Return a floating-point tensor in fp64; others, as masks and indices, unchanged."""
+    """Return a floating-point tensor in fp64; others, as masks and indices, unchanged.
+
+    It makes the arguments of a function that is to be computed in fp64.
+    """
     return tensor.double() if _is_narrow(tensor) else tensor
 
 
 @cache
 def sums_rows_alike(dtype: torch.dtype) -> bool:
-    """Return whether a CPU's matrix products of one row and of several rows sum in the same order in this dtype.
+    """Return whether a CPU's matrix products of one row (token) and of several sum in the same order in this dtype.
 
     Torch's own loops on x86 do, so one row need not be read as two there. oneDNN's kernels do not, and are used where
-    the processor multiplies in this dtype.
+    the processor multiplies in this dtype. One row is a product of a vector, for which a library may have another
+    kernel.
     """
     if platform.machine() not in ("x86_64", "AMD64") or dtype not in HALF:
         return False
@@ -348,7 +362,7 @@ def sums_rows_alike(dtype: torch.dtype) -> bool:
 
 
 def in_fixed_rows(read: Callable[[Tensor], Tensor], x: Tensor, most: int | None = None) -> Tensor:
-    """Return [.., V], the product `read` of x [.., D], with the same bits for a row [D] whatever the number of rows.
+    """Return [.., V], the product `read` of x [.., D], with the same bits for a token [D] whatever is read with it.
 
     A kernel may sum in another order for another number of rows, so `read` is called only with numbers of rows that
     give the same order. On a CPU one row is read as two, and more than `most` in pieces. On other devices TILE rows are
@@ -383,7 +397,10 @@ class FixedRowsLinear(nn.Linear):
     most_rows: int | None = None  # of one product on a CPU; None for any number
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return [.., out_features], x @ weight.T + bias."""
+        """Return [.., out_features], x @ weight.T + bias.
+
+        A row's bits do not depend on the other rows: the product is computed in fixed numbers of rows.
+        """
         return in_fixed_rows(super().forward, x, self.most_rows)
 
 
@@ -393,14 +410,18 @@ class FixedRowsPackedLinear(PackedLinear):
     most_rows: int | None = None  # of one product on a CPU; None for any number
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return [.., out_features], x @ weight.T + bias."""
+        """Return [.., out_features], x @ weight.T + bias.
+
+        A row's bits do not depend on the other rows: the product is computed in fixed numbers of rows.
+        """
         return in_fixed_rows(super().forward, x, self.most_rows)
 
 
 def can_be_invariant(model: Any, attention: str | None) -> bool:
-    """Return whether it may be tried to make a model's bits independent of what is read together.
+    """Return whether a model's bits may be made independent of what is read together; a trial must confirm it.
 
-    It must be in half precision, on a device with fp64, and attend by a function that may be replaced.
+    It must be in half precision, on a device with fp64, and attend by a function that may be replaced. In fp32 rounding
+    is too small to matter.
 
     Args:
         model: the model.
@@ -415,9 +436,10 @@ FIXED: dict[Any, Any] = {nn.Linear: FixedRowsLinear, PackedLinear: FixedRowsPack
 
 
 def fix_rows(model: nn.Module) -> None:
-    """Change the class of a module tree's linear layers in place, so that they read fixed numbers of rows.
+    """Let a module tree's linear layers compute a token's bits alike, however many tokens (rows) are read with it.
 
-    Their weights stay shared with other module trees.
+    A kernel may sum in another order for another number of rows. The layers' classes are changed in place to ones that
+    use only numbers with the same order. The weights stay shared with other module trees.
     """
     linears = []
     for module in model.modules():
@@ -433,7 +455,7 @@ def fix_rows(model: nn.Module) -> None:
 
 
 def limit_rows(linear: Any, read: Callable[[Tensor], Tensor]) -> int | None:
-    """Return how many rows a linear layer or an LM head may read at once without other bits; None for any number.
+    """Return how many rows (tokens) a linear layer may read at once without other bits; None for any number.
 
     Args:
         linear: the layer, with a weight [V, D] for rows of width D.

@@ -101,7 +101,10 @@ def in_last_places(
 
 
 def last_place(number: float, dtype: torch.dtype) -> float:
-    """Return the unit in the last place of a number: its distance to the next larger number of the dtype."""
+    """Return the unit in the last place of a number: its distance to the next larger number of the dtype.
+
+    Rounding may change a number by half of it.
+    """
     # not below the smallest normal number, as log2 of 0 is not finite
     exponent = math.floor(math.log2(max(abs(number), torch.finfo(dtype).tiny)))
     return torch.finfo(dtype).eps * 2.0**exponent

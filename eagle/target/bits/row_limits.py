@@ -25,7 +25,9 @@ FOUND: dict[Hashable, int | None] = {}
 def find_row_limit(
     key: Hashable, read: Callable[[Tensor], Tensor], width: int, dtype: torch.dtype
 ) -> int | None:
-    """Return the most rows for which `read` gives a row the same bits as in a pair of rows; None for any number.
+    """Return the most rows (tokens) for which `read` gives each the same bits as in a pair; None for any number.
+
+    A kernel of another number of rows may sum in another order, and so round differently.
 
     Args:
         key: sizes, dtype and layout of the matrix, which decide the kernel together with the number of threads.
@@ -41,7 +43,7 @@ def find_row_limit(
 
 @torch.inference_mode()
 def _try_rows(read: Callable[[Tensor], Tensor], width: int, dtype: torch.dtype) -> int | None:
-    """Find the limit of `find_row_limit` by products of random rows, read in pieces of different sizes.
+    """Find out by products of random rows how many may be read at once with the same bits; None for any number.
 
     Args:
         read: multiplies N rows [N, D] with a matrix.

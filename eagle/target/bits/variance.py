@@ -20,7 +20,7 @@ PATH = [0, 1, 4, 8, 14]  # of nodes, from its root to a leaf
 
 @torch.inference_mode()
 def find_variance(target: Any, length: int = PROMPT) -> str | None:
-    """Return in words what changes the bits of a token after a prompt of `length` tokens; None if nothing does.
+    """Return in words what changes the bits of a token's logits after a prompt of `length` tokens; None for nothing.
 
     The reference is a prompt that is read whole, followed by steps by one token. The same states and logits must come
     from the prompt in chunks, from a tree, and from a batch.
@@ -62,7 +62,8 @@ def _read_steps(
 ) -> tuple[Tensor, Tensor]:
     """Return states [5, D] and logits [5, V] at the nodes PATH of a tree, read as a sequence in steps by one token.
 
-    D is the states' width, and V the vocabulary. The prompt is read before in chunks of `chunk` tokens.
+    D is the states' width, and V the vocabulary. The prompt is read before in chunks of `chunk` tokens. It is the
+    reference for reading the same tokens at once.
     """
     # tap -1: the states that enter the LM head
     state = TargetState(target, taps=(-1,))
@@ -82,6 +83,8 @@ def _read_steps(
 
 def _read_tree(target: Any, prompts: list[list[int]], tree: DraftTree) -> tuple[Tensor, Tensor]:
     """Return states [5, D] and logits [5, V] at the nodes PATH of a tree, read in one forward after the last prompt.
+
+    They are compared with those of steps by one token.
 
     Args:
         target: the target.

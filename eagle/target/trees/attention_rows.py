@@ -33,7 +33,7 @@ class AttentionRows(Mixer):
         layer: int,
         new_layer: Callable[[], Any],
     ) -> None:
-        """Wrap an attention module.
+        """Wrap an attention module that no mask can steer, so that it reads the paths of a tree as rows of a batch.
 
         Args:
             name: its name in the model.
@@ -46,7 +46,10 @@ class AttentionRows(Mixer):
         self.new_layer = new_layer
 
     def kind_of(self, state: State) -> Any:
-        """Return the number of columns of the state's layer, -1 for none: only equal lengths can be joined as rows."""
+        """Return a number that is equal for states that can be joined as rows: their length in tokens, -1 for none.
+
+        A state is a layer of a cache, with keys and values of its tokens.
+        """
         return state["layer", 0].get_seq_length() if state else -1
 
     def run(
@@ -57,7 +60,7 @@ class AttentionRows(Mixer):
         Args:
             inputs: the arguments of its forward by name, at all R nodes of B sequences [B, R, ..].
             state: the cache layers that the paths go on from, joined as rows of a batch; written to. {} for none.
-            paths: the paths, padded to the D nodes of the longest.
+            paths: the paths from the root to a leaf, padded to the D nodes of the longest.
             projections: where linear layers find or leave their outputs by node; None: they compute every row.
 
         Returns:
@@ -85,7 +88,7 @@ class AttentionRows(Mixer):
 def keep_rows(output: Any, paths: Paths) -> Any:
     """Return a module's output with only its tensors [P, D, width] at P paths of D nodes; others become None.
 
-    Others are attention weights, say.
+    Others are attention weights, say. A path leads from the root of a draft tree to a leaf.
     """
     if isinstance(output, tuple):
         return tuple(keep_rows(item, paths) for item in output)
@@ -100,7 +103,7 @@ def mask_paths(layer: Any, paths: int, count: int, like: Tensor) -> Tensor:
 
     Args:
         layer: the layer, whose window is applied if it has one.
-        paths: P, the number of paths.
+        paths: P, the number of paths from a tree's root to a leaf, which are rows of a batch.
         count: D, the number of new tokens of each path.
         like: a mask of the model, whose dtype and device the mask gets; bool, or additive.
     """
@@ -122,7 +125,7 @@ def find_attention(base: nn.Module, config: Any, read: Callable[[Any], Any]) -> 
     Args:
         base: the base model.
         config: its config, from which its own cache is made.
-        read: runs the model with a cache.
+        read: runs the model with a cache, for a trial that shows what each module writes.
     """
     names = {module: name for name, module in base.named_modules()}
     cache = DynamicCache(config=config)

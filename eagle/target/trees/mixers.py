@@ -38,14 +38,15 @@ Kinds are "conv" and "recurrent" with the state's number in the cache's layer, "
 
 
 def split_state(state: State, count: int) -> list[State]:
-    """Split the joined states of `count` rows of a batch into a state for each row."""
+    """Split the joined states of `count` rows of a batch into a state for each row; the reverse of `join_rows`."""
     return [row_of(state, row) for row in range(count)]
 
 
 def join_rows(values: Sequence[Any]) -> Any:
     """Join values of one row each into one value with all rows; the reverse of `row_of`.
 
-    A value is a tensor, a cache, or a container of such, as a `State` is. Their tensors are concatenated.
+    A value is a tensor, a cache, or a container of such, as a `State` is. Their tensors are concatenated. Each path
+    through a tree becomes a row of a batch, and begins with a state of its own.
     """
     # a tensor of one dimension or none, such as a counter, has no rows: it is the same for all values
     if isinstance(values[0], Tensor):
@@ -54,14 +55,20 @@ def join_rows(values: Sequence[Any]) -> Any:
 
 
 def row_of(value: Any, row: int) -> Any:
-    """Return a copy of a value with only one row of each tensor that it holds; the value as in `join_rows`."""
+    """Return a copy of a tensor, cache or container with only one row of each tensor that it holds.
+
+    A path through a tree was one row of a batch, and this is the state after it.
+    """
     if isinstance(value, Tensor):
         return value[row : row + 1] if value.dim() > 1 else value
     return _rebuild(value, lambda item: row_of(item, row), [value])
 
 
 def count_bytes(value: Any) -> int:
-    """Return the bytes of all tensors that a value holds: a tensor, a cache, or a container of such."""
+    """Return the bytes of all tensors that a value holds: a tensor, a cache, or a container of such.
+
+    The recurrent states of a sequence are such values, and count toward the cache's limit.
+    """
     if isinstance(value, Tensor):
         return value.nbytes
     if isinstance(value, dict):
@@ -72,7 +79,10 @@ def count_bytes(value: Any) -> int:
 
 
 def is_cache(value: Any) -> bool:
-    """Return whether a value is a cache of transformers or a component of one, whose tensors lie in its attributes."""
+    """Return whether a value is a cache of transformers or a component of one, whose tensors lie in its attributes.
+
+    Then the tensors of a state are found in its attributes.
+    """
     return isinstance(value, Cache) or type(value).__module__.startswith("transformers.")
 
 
@@ -81,7 +91,7 @@ def _rebuild(value: Any, change: Callable[..., Any], values: Sequence[Any]) -> A
 
     Args:
         value: a dict, list, tuple, cache or cache layer; anything else is returned unchanged.
-        change: gets the items at one place of all `values`, and returns the item of the copy.
+        change: gets the items at the same key or index of all `values`, and returns the item of the copy.
         values: containers or caches of the same structure as `value`.
     """
     if isinstance(value, dict):
@@ -105,12 +115,16 @@ class Projections:
     """
 
     def __init__(self) -> None:
+        """Begin without outputs; the first run over the tree fills them."""
         self.outputs: list[Tensor] = []
         self.calls = 0  # calls of linear layers in the current run of the mixer
         self.is_complete = False  # whether a first run has filled `outputs`
 
     def compute(self, linear: Callable[[Tensor], Tensor], rows: Tensor, paths: Paths) -> Tensor:
-        """Return [P, D, ..], a linear layer's output, computed at most once per node.
+        """Return [P, D, ..], a linear layer's output at the nodes of P paths, computed at most once per node.
+
+        The first run over the tree computes and keeps it; the run that commits a path picks its nodes from what was
+        kept.
 
         Args:
             linear: the layer's own forward.
@@ -146,7 +160,7 @@ class Mixer:
         state_ids: set[int],
         attributes: list[tuple[nn.Module, str]],
     ) -> None:
-        """Wrap a module.
+        """Wrap a module that keeps a recurrent state, as Mamba's does, to run it over the paths of a tree.
 
         Args:
             name: its name in the model.
@@ -172,15 +186,18 @@ class Mixer:
 
     @property
     def device(self) -> torch.device:
-        """The device of its first weight."""
+        """The device of the module's first weight, on which its states are kept."""
         return next(self.module.parameters()).device
 
     def __eq__(self, other: object) -> bool:
-        """Return whether the other is a mixer of this name: dicts of states serve all readers of a model."""
+        """Return whether the other is a mixer of this name: a dict of states by mixer serves all readers of a model.
+
+        A mixer is a module with a recurrent state.
+        """
         return isinstance(other, Mixer) and other.name == self.name
 
     def __hash__(self) -> int:
-        """Return the name's hash, as mixers of one name are equal."""
+        """Return the name's hash: mixers (modules with a recurrent state) of one name are equal."""
         return hash(self.name)
 
     def run(
@@ -222,7 +239,10 @@ class Mixer:
 
     @contextmanager
     def _projecting(self, projections: Projections | None, paths: Paths) -> Iterator[None]:
-        """A context in which this mixer's linear layers compute once per node, unless `projections` is None."""
+        """A context in which this module's linear layers compute once per node of a tree, unless `projections` is None.
+
+        A node lies on several paths, which are the rows of the run.
+        """
         if projections is not None:
             projections.calls = 0  # a new run calls the first linear layer first
             self.running = (projections, paths)
@@ -232,18 +252,22 @@ class Mixer:
             self.running = None
 
     def kind_of(self, state: State) -> Any:
-        """Return a value that is equal for states that can be joined as rows of one; here whether there is a state."""
+        """Return a value that is equal for states that can be joined as rows; here whether there is a state."""
         return bool(state)
 
     def _set_attributes(self, values: Sequence[Any]) -> None:
-        """Set the attributes in which the module keeps a state, one value for each."""
+        """Set the attributes in which the module keeps a recurrent state, one value for each.
+
+        Some models keep their state in attributes of a module and not in the cache.
+        """
         for (owner, name), value in zip(self.attributes, values, strict=True):
             setattr(owner, name, value)
 
     def _copy_cache(self, inputs: Mapping[str, Any], state: State) -> Any:
-        """Return a copy of the cache among the inputs in which this mixer's layer holds the given state.
+        """Return a copy of the cache among the inputs in which this module's layer holds the given recurrent state.
 
-        The other layers are shared with the cache. None if the inputs hold no cache.
+        The other layers are shared with the cache. None if the inputs hold no cache. A run over paths writes to the
+        copy, so that the sequence's own state stays.
         """
         caches = [value for value in inputs.values() if isinstance(value, Cache)]
         cache: Any = caches[0] if caches else None
@@ -286,6 +310,8 @@ class Mixer:
     def _project(self, linear: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
         """Stand in for the forward of a linear layer, and compute it once per node where that is possible.
 
+        A node lies on several paths of a tree, and its product is the same on each.
+
         Args:
             linear: the layer's own forward.
             rows: its input, [P, D, ..] for P paths of up to D nodes in a run over paths.
@@ -301,7 +327,7 @@ class Mixer:
 
 
 def _set_layer_state(layer: Any, kind: str, state_id: int, tensor: Tensor) -> None:
-    """Put a "conv" or "recurrent" state into a layer of transformers' cache, as its own update does.
+    """Put a "conv" (convolution) or "recurrent" state into a layer of transformers' cache, as its update does.
 
     The layer is changed in place, and says from then on that it has a state. `state_id` is the state's number in it.
     """
@@ -318,7 +344,7 @@ class WholeModel(Mixer):
     """A whole model with its own kind of cache, as one mixer: for any model that can go on from a copy of its cache."""
 
     def __init__(self, base: nn.Module, cache_name: str, *, singly: bool) -> None:
-        """Wrap a base model.
+        """Wrap a base model, the model below its LM head, which then runs over the paths of a tree.
 
         Args:
             base: the model below the LM head.
@@ -358,6 +384,8 @@ class WholeModel(Mixer):
 
     def _step(self, arguments: dict[str, Any], paths: Paths) -> tuple[Tensor, State]:
         """Read the one token of each row in a forward of its own; return states [P, 1, width] and the joined caches.
+
+        For models that give wrong states for a batch of single tokens.
 
         Args:
             arguments: of the model's forward, with all P rows.
@@ -412,7 +440,10 @@ class Mixers:
 
     @cached_property
     def weight_bytes(self) -> int:
-        """Bytes of the linear layers' weights in the mixers, which every call reads from memory."""
+        """Bytes of the linear layers' weights in the mixers (modules with a state), which every call reads.
+
+        They are a measure of a call's time.
+        """
         # a set, as one mixer's modules may lie in another
         modules = set[nn.Module]().union(*(mixer.module.modules() for mixer in self.mixers))
         return sum(module.weight.nbytes for module in modules if isinstance(module, nn.Linear))
@@ -421,6 +452,7 @@ class Mixers:
         """Yield once with trees read by levels and once by paths, or just once if only one way is right.
 
         A check loops over it so that forwards in the loop's body take each way; the settings are restored at the end.
+        By levels, a module is called for each depth of a tree; by paths, once for all paths from the root to a leaf.
         """
         most_bytes = self.most_bytes
         if most_bytes is None:
@@ -437,6 +469,8 @@ class Mixers:
 
     def chooses_levels(self, plan: Plan, *, grows: bool = False) -> bool:
         """Return whether a forward should read its trees by levels, which is cheaper for many short paths.
+
+        By levels, a module is called once for each depth of a tree; by paths, once with every path as a row of a batch.
 
         Args:
             plan: the trees.
@@ -463,7 +497,8 @@ class Mixers:
     def _report(self, mixer: Mixer, *args: Any, **kwargs: Any) -> Any:
         """Stand in for a mixer's forward: pass the call to the current `Reading`, or without one run the module.
 
-        `args` and `kwargs` are those of the module's forward, whose output is returned.
+        `args` and `kwargs` are those of the module's forward, whose output is returned. A `Reading` is a forward over
+        draft trees. A mixer is a module that a mask cannot steer.
         """
         if self.reading is None:
             return mixer.original_forward(*args, **kwargs)
@@ -472,6 +507,8 @@ class Mixers:
 
     def to_nodes(self, rows: Tensor, nodes: Tensor | None) -> Tensor:
         """Return a layer's input by node, for a tap that records it.
+
+        A path leads from a tree's root to a leaf.
 
         Args:
             rows: [B, N, ..], for B sequences by their N new nodes already, or [P, D, ..] by P paths of up to D nodes
@@ -492,7 +529,7 @@ class Mixers:
 
     @contextmanager
     def reporting_to(self, reading: Any) -> Iterator[None]:
-        """A context in which the mixers' forwards go to a `Reading`."""
+        """A context in which modules with a recurrent state are run by `reading`, over the paths of draft trees."""
         self.reading = reading
         try:
             yield
@@ -504,7 +541,10 @@ class Writes:
     """The states that one module writes in a forward: to a layer of the cache, and to attributes."""
 
     def __init__(self, layer: int | None = None) -> None:
-        """Note no states yet; `layer` is the index of the cache's layer that the module writes to, None for none."""
+        """Begin without recurrent states that a module was seen to write.
+
+        `layer` is the index of the cache's layer that the module writes to, None for none.
+        """
         self.layer = layer
         self.state_ids: set[int] = set()  # the numbers of its states in that layer
         # modules and the names of their attributes
@@ -512,7 +552,7 @@ class Writes:
 
 
 def find_mixers(model: nn.Module, cache: Any, read: Callable[[Any], Any]) -> list[Mixer]:
-    """Return the model's mixers: the outermost modules that write a state while it runs on two sequences.
+    """Return the model's mixers: the outermost modules that write a recurrent state while it runs on two sequences.
 
     Args:
         model: the model.
@@ -566,9 +606,11 @@ def watch_writes(
 
     # hooks before and after the forward of each module
     def enter(module: nn.Module, _: Any) -> None:
+        # torch calls this before a module's forward: from here on this module is the innermost that runs
         running.append(module)
 
     def leave(*_: Any) -> None:
+        # torch calls this after a module's forward: the module that called it is the innermost again
         running.pop()
 
     def watch(write: Callable[..., Any], position: int, *args: Any, **kwargs: Any) -> Any:

@@ -36,7 +36,7 @@ class TokenPositions:
         committed: Tensor | None,
         masks: Masks,
     ) -> None:
-        """Take a forward's positions.
+        """Take the positions of a forward's tokens, for a model that would compute them by the length of its cache.
 
         Args:
             starts: the number of committed columns of each sequence.
@@ -53,12 +53,12 @@ class TokenPositions:
 
     @cached_property
     def columns(self) -> Tensor:
-        """[B, S], the position of every column (a token in the cache) of B sequences, with new ones, on the host."""
+        """[B, S], the position of every token in the cache (a column) of B sequences, with new ones, on the host."""
         return place_columns(self.starts, self.positions, self.committed)
 
     @cached_property
     def earlier(self) -> Tensor | None:
-        """[3, B, S - N], the positions of the columns before the N new ones, of S; None if there are no such columns.
+        """[3, B, S - N], the positions of the cached tokens before the N new ones, S in all; None without any.
 
         Models with images have positions in time, height and width, which are equal for text.
         """
@@ -69,21 +69,27 @@ class TokenPositions:
 
     @cached_property
     def length(self) -> int:
-        """The number of tokens of the longest sequence together with the deepest path of its tree."""
+        """The number of tokens of the longest sequence together with the deepest path of its tree.
+
+        Tables of biases by position are made for so many.
+        """
         return int(self.positions.max()) + 1
 
     @cached_property
     def query_offsets(self) -> Any:
-        """What a model must add to `arange(N)` for the N new tokens' positions: a number, or a tensor [N]."""
+        """What a model must add to `arange(N)` for the N new tokens' positions: a number, or a tensor [N].
+
+        Some models compute positions as `arange(N)` plus the number of cached tokens, which is wrong in a tree.
+        """
         return self._offsets(self.positions[:, -self.count :])
 
     @cached_property
     def column_offsets(self) -> Any:
-        """What a model must add to `arange(S)` for the positions of all S columns: 0, or a tensor [S]."""
+        """What a model must add to `arange(S)` for the positions of all S tokens in the cache: 0, or a tensor [S]."""
         return self._offsets(self.columns)
 
     def _offsets(self, positions: Tensor) -> Any:
-        """Return positions [B, n] less `arange(n)`: a number if all are equal, as in a chain, else a tensor [n].
+        """Return positions [B, n] minus `arange(n)`: a number if all are equal, as in a chain, else a tensor [n].
 
         The difference must be the same in all B sequences.
         """
@@ -102,13 +108,15 @@ class TokenPositions:
 def counts_columns(reader: Any) -> bool:
     """Return whether a model asks its cache for its length although it is given masks and positions.
 
-    It may compute positions from the length, which counts all nodes of a tree and not those of a path.
+    It may compute positions from the length. That counts all nodes of a tree, and a node's position only those of its
+    path.
     """
     cache = reader.new_cache()
     calls = []
 
     # stands in for a method of the cache
     def ask(count: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # stands in for a method of the cache that returns its length: notes the call, and makes it
         calls.append(count)
         return count(*args, **kwargs)
 
@@ -143,6 +151,7 @@ def first_position(reader: Any) -> int:
 
         # a hook on each embedding: module and positional arguments
         def note(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+            # torch calls this before an embedding's forward: note the first index that it looks up
             indices.append(int(args[0].flatten()[0]))
 
         handles = [embedding.register_forward_pre_hook(note) for embedding in embeddings]
@@ -165,7 +174,8 @@ def first_position(reader: Any) -> int:
 def table_builders(base: Any) -> list[str]:
     """Return the names of the methods or functions by which a base model makes a table of biases (ALiBi); [] for most.
 
-    They are looked up among the names that the forward's code uses.
+    They are looked up among the names that the forward's code uses. A table has a bias for each index in the cache,
+    which is not the position of a tree's node.
     """
     return [
         name
@@ -175,7 +185,7 @@ def table_builders(base: Any) -> list[str]:
 
 
 def place_tables(reader: Any) -> None:
-    """Let a reader's model make its ALiBi tables by each column's position instead of its index.
+    """Let a reader's model make its ALiBi biases by each token's position, not by its column (index) in the cache.
 
     Siblings of a tree share a position, so that their columns must have the same bias.
     """

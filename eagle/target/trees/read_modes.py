@@ -64,13 +64,17 @@ class TreeReadMode:
 
     @property
     def keeps_bits(self) -> bool:
-        """Whether a token's bits should not depend on what is read with it."""
+        """Whether a token's bits should not depend on what is read with it.
+
+        A kernel may sum in another order for other shapes, which changes rounding. This mode avoids it by attention of
+        its own, or by sums in fp64.
+        """
         return self.invariant or self.sums
 
     def describe(self, *, has_mixers: bool = False) -> str:
-        """Return the mode in words, as logs and result files name it.
+        """Return the mode, a way to read draft trees, in words, as logs and result files name it.
 
-        `has_mixers`: whether the model has modules that keep a state.
+        `has_mixers`: whether the model has modules that keep a recurrent state, which run over paths or levels.
         """
         way = "levels" if self.levels else "paths"
         if self.cheaper:
@@ -84,6 +88,8 @@ class TreeReadMode:
 
 def read_modes(reader: Any) -> Iterator[TreeReadMode]:
     """Yield the modes that may be right for a model, the cheapest first.
+
+    A mode is a way to read draft trees with a model that was made for sequences.
 
     Args:
         reader: the `TreeReader` of the model.
@@ -118,7 +124,7 @@ def read_modes(reader: Any) -> Iterator[TreeReadMode]:
 
 
 def choose_mode(reader: Any) -> str | None:
-    """Set a reader's mode to the cheapest one that reads a small trial tree right.
+    """Set a reader's mode, a way to read trees, to the cheapest one that reads a small trial tree right.
 
     The reference is the untouched model's forward over each path of the tree. Where the model's own steps by one token
     differ from that, the reference is those steps, as `generate` takes them; modes by levels take such steps too.
@@ -163,7 +169,7 @@ def _follows_steps(reader: Any, probe: Probe) -> bool:
 
 
 def _try_mode(reader: Any, mode: TreeReadMode, probe: Probe) -> str | None:
-    """Set this mode, and return how the reader then misreads a small tree; None if it reads it right."""
+    """Set a mode, a way to read trees, and return how a small tree is then misread; None if it is read right."""
     try:
         # windows and chunks of thousands of tokens are lowered first, so that a short probe crosses them
         with near_limits(reader.original, reader.config, NEAR) as is_far:
@@ -181,7 +187,10 @@ def _try_mode(reader: Any, mode: TreeReadMode, probe: Probe) -> str | None:
 
 
 def _allow_levels_and_paths(reader: Any, probe: Probe) -> None:
-    """Let a reader choose in each forward between paths and levels by their costs, if trees are read right by both."""
+    """Let a reader choose in each forward between paths and levels by their costs, if trees are read right by both.
+
+    Paths run all ways from the root to a leaf in one call of a module; levels need one call for each depth.
+    """
     mode = reader.mode
     # there is no choice: no module keeps a state, or paths are wrong, or attention or the whole model runs over them
     if not reader.mixers.mixers or mode.levels or mode.whole or ROWS in mode.extras:
@@ -219,16 +228,16 @@ def _allow_invariant(reader: Any, probe: Probe) -> None:
 
 
 def _restore_mode(reader: Any, mode: TreeReadMode, probe: Probe) -> None:
-    """Set a mode again that was right, after another one was tried."""
+    """Set a mode, a way to read trees, again that was found right, after another one was tried."""
     reader.set_mode(mode)
     # not for its result: it measures the bytes of the new modules' states and sets the tolerance
     probe.find_misreading()
 
 
 def _reads_right(reader: Any, probe: Probe) -> bool:
-    """Return whether a reader reads the small tree right in its mode, by levels and by paths if both may be used.
+    """Return whether a reader reads a small tree right in its mode, by levels and by paths if both may be used.
 
-    The probe is the trial on that tree.
+    A mode is a way to read draft trees. The probe is the trial on that tree.
     """
     try:
         faults = [probe.find_misreading() for _ in reader.mixers.each_way()]
@@ -246,6 +255,8 @@ class Probe:
 
     def __init__(self, reader: Any) -> None:
         """Choose the tokens of the prompt and of the tree with which a reader's modes are tried on its model.
+
+        A mode is a way to read draft trees with the model.
 
         Args:
             reader: the reader, whose mode the caller sets before each trial.
@@ -301,7 +312,8 @@ class Probe:
         """Return how far copies of a token may differ, relative to their norm, in a model that may count cache columns.
 
         In half precision the comparison with paths shows only large differences, so copies must agree more closely. In
-        fp32, or with right offsets, the comparison is enough.
+        fp32, or with right offsets, the comparison is enough. Copies are equal tokens at one position of a tree, which
+        must have equal states.
         """
         if OFFSETS in self.reader.mode.extras or self.is_exact:
             return float("inf")
@@ -310,7 +322,8 @@ class Probe:
     def read_expected(self) -> tuple[Tensor, float]:
         """Return the reference states [7, D] of nodes r, a, c and r, b, d, e, and the tolerated relative difference.
 
-        They are of width D, and by the model's forward over sequences, or by its steps if the reader follows these.
+        Each is of width D. They come from the model's forward over sequences, or from its steps by one token if the
+        reader follows these.
         """
         expected, limit = self._read_paths()
         if self.reader.follows_steps:
@@ -341,7 +354,10 @@ class Probe:
         return bool((stepped - expected).norm() > limit * expected.norm())
 
     def _read_steps(self) -> Tensor:
-        """Return [7, D], states of nodes r, a, c and r, b, d, e by the untouched model's own steps by one token."""
+        """Return [7, D], states of nodes r, a, c and r, b, d, e by the untouched model's own steps by one token.
+
+        The trial tree is a root r with children a and b; c is a child of a, d of b, and e comes after d.
+        """
         hidden = []
         # paths r, a, c and r, b, d, e, as places after the prompt, where the nodes are in the order r, a, b, c, d, e
         for path in ([0, 1, 3], [0, 2, 4, 5]):
@@ -353,7 +369,7 @@ class Probe:
         return torch.cat(hidden)
 
     def _read_prompt(self) -> Any:
-        """Return the untouched model's own cache after the prompt."""
+        """Return the cache, of the untouched model's own kind, after the prompt of the trial."""
         return self._continue_from(None, self.tokens[None, : self.count])[1]
 
     def _continue_from(self, cache: Any, tokens: Tensor) -> tuple[Tensor, Any]:
@@ -427,7 +443,7 @@ class Probe:
         return torch.cat([hidden, step], dim=1)
 
     def _make_tokens(self, count: int) -> Tensor:
-        """Return [count + 6] arbitrary tokens: a prompt of `count`, and six for the nodes."""
+        """Return [count + 6] arbitrary tokens for a trial: a prompt of `count`, and six for a tree's nodes."""
         size = self.reader.original.get_input_embeddings().weight.shape[0]
         order = torch.randperm(min(size, 4096), generator=torch.Generator().manual_seed(0))
         # a prompt repeats five tokens: attention that keeps only the best few columns must then choose among ties
@@ -437,7 +453,8 @@ class Probe:
     def _read_paths(self) -> tuple[Tensor, float]:
         """Return [7, D], states of nodes r, a, c and r, b, d, e by forwards over whole sequences, and the tolerance.
 
-        The tolerance is relative to the norm of the states.
+        The tolerance is relative to the norm of the states. They are what a tree's reading is compared with. The tree
+        is a root r with children a and b; c is a child of a, d of b, and e comes after d.
         """
         count = self.count
         prompt = self.tokens[:count].tolist()
@@ -459,6 +476,8 @@ class Probe:
 
     def read_tree(self, cache: TreeCache) -> Tensor:
         """Read the small tree with the reader after the prompt, commit path r, b, d, and read token e after it.
+
+        The tree is a root r with children a and b, of which c is a child of a, and d of b.
 
         Args:
             cache: an empty cache of the reader.
@@ -485,7 +504,8 @@ class Probe:
         """Return [COPIES, D], the states of copies of one token that share a parent and a position.
 
         They are equal unless the model attends by the order of columns. The prompt's cached values are overwritten by
-        large numbers, as one column more or less would else be lost in rounding.
+        large numbers, as one column more or less would else be lost in rounding. A tree's siblings lie in other columns
+        (places in the cache) than their positions say.
         """
         layers: Any = cache.layers
         for layer in layers:
@@ -500,7 +520,7 @@ class Probe:
         return self.reader.read_text(nodes, self.count, cache, depths, tree_mask)[0, 1:]
 
     def _read_root_twice(self, cache: TreeCache) -> Tensor:
-        """Return [2, D], states of token r after the prompt, read twice in a batch."""
+        """Return [2, D], states of token r (the tree's root) after the prompt, read twice in a batch."""
         # two nodes without parents, each of which sees itself alone: two rows for modules that read paths or levels
         roots = self.tokens[self.count : self.count + 1].expand(2)
         return self.reader.read_text(
@@ -508,7 +528,10 @@ class Probe:
         )[0]
 
     def _prompt_length(self) -> int:
-        """Return the prompt's length in tokens: beyond every limit in the config that the masks do not apply."""
+        """Return the length of the trial's prompt in tokens.
+
+        It is beyond every limit of attention in the config that the masks do not apply.
+        """
         # in tokens; sliding windows are left out, as the masks apply them
         windows = attention_limits(self.config) - {*layer_windows(self.config).values()}
         max_positions = getattr(self.config, "max_position_embeddings", None) or LONGEST_PROBE

@@ -33,7 +33,7 @@ class Reading:
         levels: bool,
         commits: bool = False,
     ) -> None:
-        """Prepare a forward.
+        """Prepare a forward in which modules with a recurrent state (mixers) read trees.
 
         Args:
             plan: the trees of its sequences, by the parent of each node.
@@ -55,6 +55,8 @@ class Reading:
     def read(self, mixer: Mixer, inputs: dict[str, Any]) -> Any:
         """Run a mixer in place of its own forward: return its output at the new nodes, given its arguments there.
 
+        The module's forward was replaced by a call of this method, because a mask cannot steer it.
+
         Args:
             mixer: the module that keeps a state, and that the model calls.
             inputs: its arguments by name, of which tensors with an entry for each new node are [B, N, ..].
@@ -68,7 +70,7 @@ class Reading:
         return self._read_paths(mixer, inputs, committed)
 
     def _join_inputs(self, mixer: Mixer, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Return a mixer's arguments by name at all R nodes, given those at the N new ones.
+        """Return a module's arguments by name at all R uncommitted nodes, given those at the N new ones.
 
         Paths are run from their first node on, so inputs of nodes that earlier forwards read are needed again.
         """
@@ -86,7 +88,7 @@ class Reading:
         """Run a mixer over all paths from the root to a leaf in one call; return its output at the new nodes.
 
         Args:
-            mixer: the mixer.
+            mixer: the module that keeps a state.
             inputs: its arguments by name, at the new nodes.
             committed: its state after the committed tokens of each sequence, where its paths begin.
         """
@@ -119,7 +121,7 @@ class Reading:
         """Run a mixer over paths, in one call for all paths whose states can be joined as rows of a batch.
 
         Args:
-            mixer: the mixer.
+            mixer: the module that keeps a state.
             inputs: its arguments by name, at all nodes that the paths count.
             states: the state that each path goes on from.
             paths: the paths, which are the rows.
@@ -165,7 +167,7 @@ class Reading:
         """Run a mixer over the new nodes in one call for each depth, every node from its parent's state.
 
         Args:
-            mixer: the mixer.
+            mixer: the module that keeps a state.
             inputs: its arguments by name, at the new nodes.
             committed: its state after the committed tokens of each sequence.
 
@@ -196,7 +198,7 @@ class Reading:
         Padding would enter a state. So sequences share a call only if they have the same length and kind of state.
 
         Args:
-            mixer: the mixer.
+            mixer: the module that keeps a state.
             inputs: its arguments by name, at all tokens of the forward.
             committed: its state after the tokens of each sequence that earlier forwards have read.
 
@@ -237,7 +239,7 @@ class Reading:
         """Run a mixer over sequences of the same length; return its output and the state at the end of each.
 
         Args:
-            mixer: the mixer.
+            mixer: the module that keeps a state.
             inputs: its arguments by name, at all tokens of the forward.
             states: its state before each sequence.
             paths: each sequence as one path through all of its tokens.
@@ -257,7 +259,7 @@ class Reading:
         return _chain_outputs(outputs), states
 
     def keep(self, paths: Mapping[int, Sequence[int]]) -> dict[int, States]:
-        """Return by sequence the mixers' states after a path of its nodes, which the caller commits.
+        """Return by sequence the recurrent states after an accepted path of its nodes, which the caller commits.
 
         `paths` holds the nodes of a path by the index of its sequence in this forward.
         """
@@ -274,7 +276,7 @@ class Reading:
         return states
 
     def _states_after(self, mixer: Mixer, paths: Paths) -> list[State]:
-        """Return a mixer's state after each of these paths, which have the same length and begin at the root."""
+        """Return a module's recurrent state after each of these paths, which are equally long and begin at the root."""
         # a forward by levels has kept the state after every node
         if self.levels:
             return [self.node_states[mixer][seq, path[-1]] for seq, path in paths.paths]
@@ -289,6 +291,8 @@ class Reading:
 
     def narrow(self, paths: Sequence[Path], states: Sequence[States]) -> Reading:
         """Return this forward as if it had read only some of its sequences and nodes; later forwards may extend it.
+
+        Beam search keeps some nodes in this way.
 
         Args:
             paths: the indices of the sequences, with their remaining nodes in order.
@@ -330,7 +334,8 @@ class Reading:
 def _map_rows(change: Callable[[Tensor], Tensor], output: Any, paths: Paths) -> Any:
     """Apply `change` to the tensors [P, D, ..] of a mixer's output, a tensor or a tuple; leave the rest unchanged.
 
-    `paths` are the P paths of D nodes that were the rows of the run.
+    `paths` are the P paths of D nodes that were the rows of the run. A mixer is a module with a recurrent state, which
+    has run over paths of a tree.
     """
     if isinstance(output, tuple):
         return tuple(_map_rows(change, item, paths) for item in output)
@@ -341,6 +346,8 @@ def _map_rows(change: Callable[[Tensor], Tensor], output: Any, paths: Paths) -> 
 
 def _join_outputs(outputs: Sequence[Any], longest: int = 0) -> Any:
     """Join the outputs of several calls along the batch, as if one call had read all rows, padded to the longest.
+
+    A step is one token of a row.
 
     Args:
         outputs: of each call a tensor [rows, steps, ..], or a tuple of such; of other values the first is returned.
@@ -364,7 +371,7 @@ def _join_outputs(outputs: Sequence[Any], longest: int = 0) -> Any:
 def _chain_outputs(outputs: Sequence[Any]) -> Any:
     """Join the outputs of several calls along their steps, as if one call had read all tokens of each row.
 
-    They are tensors [rows, steps, ..] or tuples of such; of other values the first is returned.
+    They are tensors [rows, steps, ..] or tuples of such; of other values the first is returned. A step is one token.
     """
     if len(outputs) == 1:
         return outputs[0]
@@ -377,6 +384,8 @@ def _chain_outputs(outputs: Sequence[Any]) -> Any:
 
 def _join_nodes(old: Any, new: Any, old_shape: tuple[int, int], new_shape: tuple[int, int]) -> Any:
     """Join a mixer's inputs at the nodes of earlier forwards with those at new nodes.
+
+    A module that runs over whole paths needs its inputs at all of their nodes.
 
     Args:
         old: an argument at the earlier nodes: a tensor, or a container of arguments.

@@ -35,7 +35,7 @@ class SequenceStates:
     """The states of every cache row. Their tensors are never written to, so that copies and snapshots share them."""
 
     def __init__(self) -> None:
-        """Hold no states, for a cache of one row."""
+        """Hold no recurrent states, for a cache of one row (sequence)."""
         self.entries = [RowStates()]  # by cache row
 
     def open(
@@ -49,7 +49,7 @@ class SequenceStates:
         mixers: Mixers,
         commits: bool,
     ) -> Reading:
-        """Return a `Reading`, by which the mixers read uncommitted nodes from the states of their sequences.
+        """Return a `Reading`, a forward in which mixers read uncommitted nodes from the states of their sequences.
 
         Args:
             cache_rows: the cache rows, one for each sequence of the forward.
@@ -82,7 +82,7 @@ class SequenceStates:
         )
 
     def _states_after(self, cache_row: int, length: int) -> States:
-        """Return the mixers' states after the first `length` tokens of a cache row's sequence.
+        """Return the recurrent states after the first `length` tokens of a cache row's sequence, by mixer (module).
 
         Raises:
             RuntimeError: if they are not held, for a state cannot be cut back to fewer tokens.
@@ -100,6 +100,8 @@ class SequenceStates:
 
     def _find_reading(self, cache_rows: Sequence[int], states: Sequence[States]) -> Reading:
         """Return the forward that has read the uncommitted nodes of these cache rows, narrowed to their sequences.
+
+        It has the inputs and states at these nodes, from which a tree grows by another level.
 
         Args:
             cache_rows: the cache rows, all of which the same forward has read.
@@ -123,7 +125,7 @@ class SequenceStates:
         return reading.narrow(paths, states)
 
     def close(self, cache_rows: Sequence[int], lengths: Sequence[int], reading: Reading) -> None:
-        """Store a forward that has ended, so that `keep` can commit a path of its nodes.
+        """Store a forward over trees that has ended, so that `keep` can commit a path of its nodes.
 
         If the forward commits its tokens, the states after them are those of the sequences from now on.
 
@@ -141,7 +143,7 @@ class SequenceStates:
                 self._advance(cache_row, length, length + len(reading.plan.parents[seq]), states)
 
     def keep(self, paths: Mapping[int, Sequence[int]], lengths: Sequence[int]) -> None:
-        """Make the states after an accepted path those at the end of its sequence.
+        """Make the recurrent states after an accepted path of a draft those at the end of its sequence.
 
         Args:
             paths: by cache row the nodes of the path, as indices into its uncommitted ones.
@@ -170,6 +172,8 @@ class SequenceStates:
     def retain(self, cache_row: int, nodes: Sequence[int], length: int) -> None:
         """Keep only these of a cache row's uncommitted nodes, in this order, for later forwards to go on from.
 
+        Beam search keeps the nodes of its running beams in this way.
+
         Args:
             cache_row: the cache row.
             nodes: indices into its uncommitted nodes; () drops all of them.
@@ -183,13 +187,13 @@ class SequenceStates:
         entry.seq = 0  # the narrowed forward has this sequence alone
 
     def _advance(self, cache_row: int, start: int, end: int, states: States) -> None:
-        """Store the states at a sequence's new end, and drop those after fewer tokens except the snapshots.
+        """Store the recurrent states at a sequence's new end; drop those after fewer tokens except snapshots.
 
         Args:
             cache_row: the sequence's cache row.
             start: its length before.
             end: its length now.
-            states: the mixers' states after `end` tokens.
+            states: the state of each mixer (module that keeps one) after `end` tokens.
         """
         entry = self.entries[cache_row]
         # a snapshot where the sequence crosses a multiple of SNAPSHOT_TOKENS: a later prompt that shares the
@@ -206,36 +210,48 @@ class SequenceStates:
         entry.by_length[end] = states
 
     def snapshot(self, cache_row: int, length: int) -> None:
-        """Keep the states after the first `length` tokens even when the sequence grows past them."""
+        """Keep the recurrent states after the first `length` tokens when the sequence grows past them.
+
+        A later prompt that begins with these tokens can then go on from them.
+        """
         self.entries[cache_row].snapshots.add(length)
 
     def cut(self, cache_row: int, length: int) -> None:
-        """Cut a sequence to its first `length` tokens: drop the states after more tokens, and the uncommitted nodes."""
+        """Cut a sequence to its first `length` tokens: drop the states after more, and the uncommitted nodes."""
         entry = self.entries[cache_row]
         entry.by_length = {end: states for end, states in entry.by_length.items() if end <= length}
         entry.snapshots = {end for end in entry.snapshots if end <= length}
         entry.reading = None
 
     def reusable(self, cache_row: int, length: int) -> int:
-        """Return the largest number of a cache row's first `length` tokens after which its states are held, or 0."""
+        """Return how many of a cache row's first `length` tokens a prompt that shares them need not read again.
+
+        It is the largest number after which recurrent states are held, as states cannot be cut back; 0 for none.
+        """
         return max((end for end in self.entries[cache_row].by_length if end <= length), default=0)
 
     def swap(self, first: int, second: int) -> None:
-        """Exchange the states of two cache rows."""
+        """Exchange the recurrent states of two cache rows, whose sequences change places."""
         self.entries[first], self.entries[second] = self.entries[second], self.entries[first]
 
     def copy(self, source: int, target: int) -> None:
-        """Copy the states of a cache row's committed sequence to another cache row, without its uncommitted nodes."""
+        """Copy the recurrent states of a cache row (sequence) to another one, without its uncommitted nodes.
+
+        Beam search does so for a new beam.
+        """
         entry = self.entries[source]
         self.entries[target] = RowStates(dict(entry.by_length), set(entry.snapshots))
 
     def resize(self, count: int) -> None:
-        """Change the number of cache rows; new ones are empty, and the last ones are dropped."""
+        """Change the number of cache rows (sequences); new ones are empty, and the last ones are dropped."""
         added = [RowStates() for _ in range(count - len(self.entries))]
         self.entries = self.entries[:count] + added
 
     def state_bytes(self, cache_row: int) -> int:
-        """Return the bytes of the states at the end of a cache row's sequence; 0 before its first token."""
+        """Return the bytes of the states at the end of a cache row's sequence; 0 before its first token.
+
+        The bytes count toward the cache's limit.
+        """
         by_length = self.entries[cache_row].by_length
         if not by_length:
             return 0
@@ -243,7 +259,7 @@ class SequenceStates:
 
 
 def count_states(tokens: int) -> int:
-    """Return how many copies of the states are held at most for a sequence of this many tokens.
+    """Return how many copies of the recurrent states are held at most for a sequence of this many tokens.
 
     There is one at its end, one after its prompt, and one at every SNAPSHOT_TOKENS tokens.
     """

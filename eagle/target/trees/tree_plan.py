@@ -21,7 +21,7 @@ class Paths:
     """Paths of nodes as rows of a batch [P, D], padded on the right with their last node."""
 
     def __init__(self, paths: Sequence[Path], shape: tuple[int, int]) -> None:
-        """Take P paths, and the shape [B, R] of the forward's nodes: R for each of B sequences, padding included."""
+        """Take P paths (sequence, nodes), and the shape [B, R] of the forward's nodes: R for each of B sequences."""
         self.paths = list(paths)
         self.shape = shape
         self.longest = max(len(nodes) for _, nodes in paths)
@@ -31,16 +31,22 @@ class Paths:
 
     @cached_property
     def is_whole(self) -> bool:
-        """Whether row b holds all nodes of sequence b in their order, so that nothing has to be gathered."""
+        """Whether row b holds all nodes of sequence b in their order, so that nothing has to be gathered.
+
+        So it is where every tree is a chain of equal length.
+        """
         seqs, width = self.shape
         whole = list(range(width))
         return self.seqs == list(range(seqs)) and all(nodes == whole for _, nodes in self.paths)
 
     def nodes(self, device: torch.device) -> Tensor:
-        """Return [P * D], the node at each of D steps of P paths, as an index into nodes flattened to [B * R, ..]."""
+        """Return [P * D], the node at each of D steps of P paths, as an index into the nodes [B, R, ..], flattened.
+
+        B are sequences, and R the nodes of each.
+        """
 
         def find() -> list[int]:
-            """List the nodes of all paths, each padded with its last node."""
+            """List the nodes of all paths by flat index, each path padded with its last node."""
             indices = []
             for seq, nodes in self.paths:
                 padding = nodes[-1:] * (self.longest - len(nodes))
@@ -50,9 +56,10 @@ class Paths:
         return self._upload("nodes", find, device)
 
     def steps(self, device: torch.device) -> Tensor:
-        """Return [B * R], for each node an index into D steps of P paths, flattened to [P * D, ..], which visits it.
+        """Return [B * R], for each node where a path visits it, as an index into the steps [P, D, ..], flattened.
 
-        It is 0 for nodes on no path, whose entries are not used.
+        There are R nodes of each of B sequences, and P paths of D steps. It is 0 for nodes on no path, whose entries
+        are not used.
         """
 
         def find() -> list[int]:
@@ -67,7 +74,7 @@ class Paths:
         return self._upload("steps", find, device)
 
     def _upload(self, name: str, find: Callable[[], list[int]], device: torch.device) -> Tensor:
-        """Return the indices that `find` computes on a device; they are computed and copied there once.
+        """Return the indices that `find` computes, on a device; they are computed and copied there only once.
 
         `name` tells indices of different kinds apart.
         """
@@ -96,7 +103,10 @@ class Paths:
         return map_nodes(pick, value, self.shape)
 
     def scatter(self, rows: Tensor, new: int) -> Tensor:
-        """Turn an output by path [P, D, ..] into one by node [B, N, ..], the last N = `new` nodes of B trees."""
+        """Turn an output by path [P, D, ..] into one by node [B, N, ..], of the last N = `new` nodes of B trees.
+
+        There are P paths of D steps. A node on several paths has the same output on each.
+        """
         if self.is_whole:
             return rows[:, -new:]
         nodes = rows.flatten(0, 1).index_select(0, self.steps(rows.device))
@@ -105,6 +115,8 @@ class Paths:
 
 def map_nodes(change: Callable[[Tensor, int], Tensor], value: Any, shape: tuple[int, int]) -> Any:
     """Apply `change(tensor, batch dimension)` to the tensors of a value that have an entry for each node.
+
+    Arguments of a module's forward are turned from nodes to paths by this.
 
     Args:
         change: returns the tensor to put in the place of each.
@@ -144,7 +156,7 @@ class Plan:
     """The trees of one forward, given by the parent of each node; the last N nodes are new."""
 
     def __init__(self, parents: list[list[int]], width: int, new: int) -> None:
-        """Take the trees.
+        """Take the trees of one forward, by the parent of each node.
 
         Args:
             parents: by sequence the parent of each uncommitted node, -1 where the committed sequence precedes it.
@@ -161,12 +173,15 @@ class Plan:
 
     @property
     def first_new(self) -> int:
-        """The first new node: the number of nodes that earlier forwards have read."""
+        """The first node that this forward reads: the number of nodes that earlier forwards have read."""
         return self.shape[1] - self.new
 
     @cached_property
     def to_leaves(self) -> Paths:
-        """The paths to each new leaf, each from its first uncommitted node on."""
+        """The paths to each new leaf, each from its first uncommitted node on.
+
+        A module that a mask cannot steer reads each path as a row of a batch.
+        """
         rows = []
         for seq, parents in enumerate(self.parents):
             # a node that is a parent is no leaf
@@ -177,7 +192,7 @@ class Plan:
 
     @cached_property
     def levels(self) -> list[list[tuple[int, int]]]:
-        """By depth the new nodes, as pairs (sequence, node).
+        """By depth the new nodes, as pairs (sequence, node), for modules that are called once for each depth.
 
         The first new node on each path has depth 0, whatever earlier forwards have read before it.
         """
@@ -198,7 +213,7 @@ class Plan:
 
     @cached_property
     def level_rows(self) -> tuple[list[Paths], Paths]:
-        """The new nodes as rows of one node each: by level, and all levels together in the order of the levels.
+        """The new nodes as rows of one node each: by level (depth), and all levels together in the order of the levels.
 
         Nodes are counted from the first new one, as a mixer that reads by levels gets inputs at the new nodes alone.
         """
@@ -212,7 +227,7 @@ class Plan:
         return levels, Paths(rows, shape)
 
     def path(self, seq: int, node: int) -> list[int]:
-        """Return the nodes on the path from the committed sequence to a node, which comes last."""
+        """Return the nodes on the path from the committed sequence `seq` to `node`, which comes last."""
         path = []
         while node != -1:
             path.append(node)
@@ -226,6 +241,8 @@ def find_parents(
     earlier: Sequence[Sequence[int]],
 ) -> list[list[int]]:
     """Return by sequence the parent of each uncommitted node, -1 for the committed sequence, from a tree mask.
+
+    A model with recurrent states must know the parent from whose state a node goes on.
 
     Args:
         tree_mask: [1 or B, N, R], of R nodes those that each of N new ones attends to, itself included; None: each

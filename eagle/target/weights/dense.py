@@ -36,7 +36,7 @@ class QuantisedHead(nn.Linear):
     model_head: tuple[nn.Module, ...]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return [.., V], the logits over V tokens of states [.., D]: by the model's own head where it may be used."""
+        """Return [.., V], the logits over V tokens of states [.., D], by the model's own quantised head if possible."""
         # the plain copy serves gradients, and is all that is left after a move, a cast or a copy
         if not self.model_head or (torch.is_grad_enabled() and x.requires_grad):
             return F.linear(x, self.weight, self.bias)
@@ -44,12 +44,18 @@ class QuantisedHead(nn.Linear):
         return logits
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Move or cast the plain copy, which is used alone from then on."""
+        """Move or cast the plain copy of the matrix, which is used alone from then on.
+
+        torch calls this in `to`, `cuda`, `half` and the like. The model's own head stays where it is.
+        """
         self.model_head = ()
         return super()._apply(fn, recurse)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for a copy or a pickle, without the model's own head."""
+        """Return the state for a copy or a pickle, without the model's own LM head.
+
+        A copy uses its plain matrix alone.
+        """
         return {**vars(self), "model_head": ()}
 
 
@@ -93,7 +99,10 @@ def borrowed_layers(model: Any) -> tuple[nn.Module, nn.Module]:
 
 
 def _has_matrix(layer: nn.Module) -> bool:
-    """Return whether a layer's weight is a parameter in memory, not computed from others and not offloaded."""
+    """Return whether a layer's weight is a parameter in memory, not computed from others and not offloaded.
+
+    Only then can a draft head borrow it as it is.
+    """
     # a parametrisation or pruning moves it out of the parameters; accelerate's hook loads an offloaded one
     weight = layer._parameters.get("weight")
     return weight is not None and not (weight.is_meta and hasattr(layer, "_hf_hook"))
@@ -115,7 +124,8 @@ def unpack_weights(model: Any) -> None:
 def find_tensor(model: Any, name: str) -> Tensor | None:
     """Return a model's tensor by its name; None if there is no such tensor.
 
-    The weight of a quantised linear layer is returned as a plain matrix.
+    The weight of a quantised linear layer is returned as a plain matrix. Heads that copy some of the target's weights
+    ask for them.
     """
     owner, _, kind = name.rpartition(".")  # the module's name, and the tensor's in it
     module = dict(model.named_modules()).get(owner)
@@ -192,7 +202,8 @@ def dense_matrix(linear: nn.Module, width: int, dtype: torch.dtype) -> tuple[Ten
 def _is_dense(layer: nn.Module, width: int | None = None) -> bool:
     """Return whether a layer's weight is a plain matrix, and its forward multiplies by it alone.
 
-    `width` is the number of inputs of a linear layer; None for an embedding, whose forward is not tried.
+    A quantised layer has a packed weight or further tensors. `width` is the number of inputs of a linear layer; None
+    for an embedding, whose forward is not tried.
     """
     weight: Any = getattr(layer, "weight", None)
     if type(weight) not in (Tensor, nn.Parameter) or weight.dtype not in PLAIN:

@@ -25,7 +25,10 @@ class PackedLinear(nn.Linear):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return [.., out_features], x @ weight.T + bias; the weight is unpacked where oneDNN does not take x."""
+        """Return [.., out_features], x @ weight.T + bias; the weight is unpacked where oneDNN does not take x.
+
+        Packed is oneDNN's own layout of a matrix, in which a CPU multiplies few rows faster.
+        """
         weight = self.weight
         # after `unpack` it is plain
         if not weight.is_mkldnn:
@@ -35,28 +38,31 @@ class PackedLinear(nn.Linear):
         return multiply(x, weight, self.bias)
 
     def unpack(self) -> None:
-        """Replace the packed weight by a plain one, also in other module trees that share this layer's parameters."""
+        """Replace the packed weight (in oneDNN's layout) by a plain one, also where other module trees share it."""
         if self.weight.is_mkldnn:
             self.weight = nn.Parameter(self.weight.to_dense(), requires_grad=False)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Unpack the weight, then move or cast it, as torch cannot do that with a packed one."""
+        """Unpack the weight, then move or cast it, as torch cannot do that with one in oneDNN's layout.
+
+        torch calls this in `to`, `half` and the like.
+        """
         self.unpack()
         return super()._apply(fn, recurse)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """Save a plain copy of the weight, or with `keep_vars` the weight itself, packed or not."""
+        """Save a plain copy of the weight; with `keep_vars` the weight itself, in oneDNN's layout or not."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if not keep_vars:
             destination[f"{prefix}weight"] = to_plain(destination[f"{prefix}weight"])
 
     def _load_from_state_dict(self, *args: Any) -> None:
-        """Unpack the weight, then load into it."""
+        """Turn the weight back into torch's own layout, and load into it; torch calls this in `load_state_dict`."""
         self.unpack()
         super()._load_from_state_dict(*args)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for a copy or a pickle, with a plain weight."""
+        """Return the state for a copy or a pickle, with a weight in torch's own layout."""
         weight = nn.Parameter(to_plain(self.weight), requires_grad=False)
         return {**vars(self), "_parameters": {**self._parameters, "weight": weight}}
 
@@ -72,7 +78,10 @@ class PackedHead(nn.Linear):
     packed: dict[str, Any] | None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return [.., out_features], x @ weight.T + bias, by the packed copy of the weight where that is faster."""
+        """Return [.., out_features], x @ weight.T + bias, by the packed copy of the weight where that is faster.
+
+        Packed is oneDNN's own layout of a matrix, in which a CPU multiplies few rows faster.
+        """
         weight = self.weight
         # packing is off
         if self.packed is None:
@@ -88,18 +97,18 @@ class PackedHead(nn.Linear):
         return multiply(x, self.packed["weight"], self.bias)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for a copy or a pickle, with packing off."""
+        """Return the state for a copy or a pickle, without the copy of the weight in oneDNN's layout."""
         return {**vars(self), "packed": None}
 
 
 def pack(weight: Tensor) -> Tensor:
-    """Return a copy of a weight [V, D] in the layout in which oneDNN multiplies."""
+    """Return a copy of a weight [V, D] in oneDNN's own layout, in which a CPU multiplies few rows faster."""
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
     return packed
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return [.., V], x [.., D] @ weight.T + bias, for a packed weight [V, D] and a bias [V]."""
+    """Return [.., V], x [.., D] @ weight.T + bias, for a weight [V, D] in oneDNN's layout and a bias [V]."""
     # In bf16 one row is read as two, which costs as much as one. Alone it would take another kernel and get other bits.
     is_paired = weight.dtype == torch.bfloat16 and _is_one_row(x)
     rows = x
@@ -111,25 +120,25 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _is_one_row(x: Tensor) -> bool:
-    """Return whether a tensor [.., D] holds a single row [D]."""
+    """Return whether a tensor [.., D] holds a single row [D], such as the state of one token."""
     return x.numel() == x.shape[-1]
 
 
 def can_multiply(x: Tensor, weight: Tensor) -> bool:
-    """Return whether `multiply` takes this input: without gradients or autocast, and in the weight's dtype."""
+    """Return whether oneDNN's product takes this input: without gradients or autocast, and in the weight's dtype."""
     is_learning = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     return x.dtype == weight.dtype and not is_learning and not torch.is_autocast_enabled("cpu")
 
 
 def to_plain(weight: Tensor) -> Tensor:
-    """Return the weight, or a copy in torch's own layout if it is packed in oneDNN's."""
+    """Return a weight itself, or a copy in torch's own layout if it is in oneDNN's ("packed")."""
     return weight.to_dense() if weight.is_mkldnn else weight
 
 
 def can_pack(module: nn.Module, smallest: int = SMALLEST) -> bool:
-    """Return whether a module is a linear layer whose weight can be packed: a plain one on the CPU, of a known dtype.
+    """Return whether a module is a linear layer whose weight can be packed, that is stored in oneDNN's layout.
 
-    `smallest` is the least number of weights.
+    It must be a plain one on the CPU, in fp32 or bf16, with at least `smallest` weights.
     """
     # a forward in the instance was put there by accelerate or a user, and would be lost
     if type(module) not in (nn.Linear, PackedHead) or "forward" in vars(module):
@@ -145,7 +154,7 @@ def can_pack(module: nn.Module, smallest: int = SMALLEST) -> bool:
 
 
 def has_kernels(dtype: torch.dtype) -> bool:
-    """Return whether this torch can multiply by packed weights of this dtype on this processor, by trying it."""
+    """Return whether this torch can multiply by weights in oneDNN's layout, of this dtype on this CPU, by trying."""
     if not torch.backends.mkldnn.is_available() or dtype not in DTYPES:
         return False
     try:
@@ -193,7 +202,7 @@ def pack_model(model: Any, smallest: int = SMALLEST) -> int:
 
 
 def pack_head(head: Any, smallest: int = SMALLEST) -> Any:
-    """Turn an LM head into a `PackedHead` in place, if its weight can be packed; return it in any case."""
+    """Give an LM head a second copy of its weight in oneDNN's layout, in place, if it can have one; return it."""
     if can_pack(head, smallest) and has_kernels(head.weight.dtype):
         head.__class__ = PackedHead
         head.packed = {}  # filled by its first forward
@@ -201,7 +210,7 @@ def pack_head(head: Any, smallest: int = SMALLEST) -> Any:
 
 
 def narrow_packed(target_head: TargetHead, tokens: Tensor) -> TargetHead:
-    """Return a target's head with only the rows of these tokens, which are packed if its LM head is packed.
+    """Return a target's head with only the rows of these tokens, packed (in oneDNN's layout) if its LM head is.
 
     A draft head with a smaller vocabulary reads it.
     """
@@ -212,7 +221,7 @@ def narrow_packed(target_head: TargetHead, tokens: Tensor) -> TargetHead:
 
 
 def unpack_model(model: nn.Module) -> None:
-    """Make all packed weights of a model plain again, also in module trees that share them."""
+    """Bring all weights of a model back from oneDNN's to torch's own layout, also in module trees that share them."""
     for module in model.modules():
         if isinstance(module, PackedLinear):
             module.unpack()
@@ -222,7 +231,7 @@ def unpack_model(model: nn.Module) -> None:
 
 
 def count_packed(model: nn.Module) -> int:
-    """Return the number of linear layers that multiply by packed weights, the LM head included."""
+    """Return the number of linear layers that multiply by weights in oneDNN's layout, the LM head included."""
     count = 0
     for module in model.modules():
         is_packed = isinstance(module, PackedLinear) and module.weight.is_mkldnn

@@ -78,7 +78,8 @@ METHODS = {
 def read_quantization(path: Any, **source: Any) -> dict[str, Any] | None:
     """Return the quantization_config of a folder's or a hub id's config.json; None without one, or without a config.
 
-    `source` may hold the `revision` of a hub id.
+    `source` may hold the `revision` of a hub id. It says how the checkpoint's weights were quantised. The weights are
+    not loaded for it.
     """
     # a GGUF file's weights are dequantised; and here the whole file would be read as a config
     if is_gguf(path):
@@ -96,7 +97,7 @@ def read_quantization(path: Any, **source: Any) -> dict[str, Any] | None:
 
 
 def quantization_of(config: Any) -> dict[str, Any] | None:
-    """Return the quantization_config of a config object, as its config.json holds it; None without one."""
+    """Return how a model's weights are quantised: its config's quantization_config as a dict; None for plain ones."""
     quantization = getattr(config, "quantization_config", None)
     if quantization is None or isinstance(quantization, dict):
         return quantization
@@ -246,7 +247,7 @@ def device_map_of(device: str) -> dict[str, str] | None:
 
 
 def _dequantizes(quantization: dict[str, Any], device: str) -> bool:
-    """Return whether transformers unpacks the weights while it loads them, as it does without kernels for the device.
+    """Return whether transformers unpacks quantised weights on loading, as it does without kernels for the device.
 
     Raises:
         Exception: what its quantizer raises where the checkpoint cannot be loaded.
@@ -258,7 +259,10 @@ def _dequantizes(quantization: dict[str, Any], device: str) -> bool:
 
 
 def _describe_error(method: str, error: Exception) -> str:
-    """Return an error of transformers about a checkpoint as a reason that goes on after the checkpoint's path."""
+    """Return an error of transformers about a quantised checkpoint as a reason that goes on after its path.
+
+    `method` is the name of the quantisation.
+    """
     message = " ".join(str(error).split()) or type(error).__name__
     # the message of a KeyError is only the missing key
     if isinstance(error, KeyError):

@@ -31,7 +31,7 @@ class WeightMark:
         self.hooks = [vars(module)[kind] for module in model.modules() for kind in HOOKS[:2]]
 
     def read(self) -> list[Any] | None:
-        """Return the mark, to be compared with later ones: the address and version of each weight, and the hooks.
+        """Return the mark, to be compared with later ones: the address and version of each weight, and all hooks.
 
         None if a weight has no version, as those made in inference mode.
         """
@@ -93,7 +93,10 @@ class ModelMark:
         self.marked = self._read(self.alive)
 
     def differences(self) -> frozenset[Entry]:
-        """Return the entries whose values have changed since the model was marked; empty if it is unchanged."""
+        """Return what has changed since the model was marked, as (module's index, attribute's name); empty for nothing.
+
+        Attributes that a forward sets by itself (`volatile`) do not count.
+        """
         # these objects are alive while they are compared, so the list that would keep them is dropped
         now = self._read(alive=[])
         keys = self.marked.keys() | now.keys()
@@ -101,7 +104,10 @@ class ModelMark:
         return frozenset(changed) - self.volatile
 
     def _read(self, alive: list[Any]) -> dict[Entry, Any]:
-        """Return the values to compare, by entry; `alive` gets the objects that are compared by their id."""
+        """Return the values to compare, by entry (a module's index and an attribute's name).
+
+        The list `alive` gets the objects that are compared by their id, so that no id is used again.
+        """
         mark: dict[Entry, Any] = {}
         for index, module in enumerate(self.model.modules()):
             alive.append(module)
@@ -118,6 +124,8 @@ class ModelMark:
 
 def _freeze(value: Any, alive: list[Any], depth: int = 0) -> Any:
     """Return a copy of a value to compare with later: containers up to DEEPEST levels, and the ids of other objects.
+
+    Two such copies are equal as long as the value is the same.
 
     Args:
         value: of an attribute.
@@ -141,7 +149,8 @@ def _freeze(value: Any, alive: list[Any], depth: int = 0) -> Any:
 def _entries(module: Any, with_hooks: bool) -> Iterator[tuple[str, Any]]:
     """Yield the names and values of a module to compare: attributes, modules, buffers, and hooks if asked for.
 
-    A buffer's version, which grows with each write to it in place, is an entry of its own.
+    A buffer's version, which grows with each write to it in place, is an entry of its own. Two marks of a model are
+    compared by them.
     """
     for name, value in vars(module).items():
         if name not in IGNORED:

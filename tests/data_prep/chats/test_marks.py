@@ -113,7 +113,7 @@ def test_a_stop_reason_beside_another_may_be_a_text() -> None:
 
 
 def test_a_truncated_answer_with_a_weight_has_no_end() -> None:
-    """The reason stays with it; records of earlier versions have their reasons beside the messages."""
+    """The reason stays with it; a reason beside the messages is one without a weight."""
     truncated = {**ANSWER, "finish_reason": "length", "weight": 1}
     conversation, notes = conversation_of({"messages": [QUESTION, truncated]}, "x:1")
     assert conversation.messages[1] == truncated
@@ -123,10 +123,11 @@ def test_a_truncated_answer_with_a_weight_has_no_end() -> None:
     assert conversation_of({"messages": [QUESTION, torn]}, "x:1")[0].messages[1] == truncated
     beside = {"sampling": {"seed": 0}, "finish_reasons": ["stop", "length"]}
     messages = [QUESTION, ANSWER, QUESTION, ANSWER]
-    # they were kept on purpose, as the sampling beside them shows
-    conversation, notes = conversation_of({"messages": messages, **beside}, "x:1")
-    assert [turn.get("finish_reason") for turn in conversation.messages][1::2] == [None, "length"]
+    # with a mark of its own it is learned, as `eagle prepare` writes it
+    conversation, notes = conversation_of({"messages": [*messages[:3], truncated], **beside}, "x:1")
+    assert [turn.get("weight") for turn in conversation.messages][1::2] == [None, 1]
     assert notes == {NO_END}
+    assert weigh(*messages, **beside) == ([None, 0], {TRUNCATED})
     unlearned = {**ANSWER, "weight": 0}
     assert weigh(
         QUESTION,
@@ -176,8 +177,6 @@ RECORDS = [
     ('{"finish_reasons": ["abort"]}', "the first answer was broken off: abort", None),
     ('{"finish_reasons": ["stop", "stop"]}', [None], None),
     ('{"finish_reasons": ["stop", "length"]}', [None], "finish reasons that are not one for each answer: not read"),
-    # `eagle regenerate` kept it on purpose
-    ('{"finish_reasons": ["length"], "sampling": {"seed": 0}}', [1], NO_END),
 ]
 # fmt: on
 

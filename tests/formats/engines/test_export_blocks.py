@@ -30,6 +30,7 @@ DFLASH = {"kind": "dflash", **INJECTED}
 ANCHORED = {**DFLASH, "sample_from_anchor": True}
 DSPARK = {"kind": "dspark", **INJECTED, "rank": 4, "markov": "vanilla", "confidence": True}
 DOMINO = {**DSPARK, "markov": "domino", "gru_size": 8, "confidence": False}
+XPRESS = {"kind": "xpress", **INJECTED, "rank": 4}
 PEAGLE = {"kind": "peagle", "taps": [2, 4, 6], "blocks": 3, "mask_token": 5}
 HEADS: dict[str, dict[str, Any]] = {
     "dflash": DFLASH,
@@ -55,6 +56,11 @@ HEADS: dict[str, dict[str, Any]] = {
     "dspark without a Markov head": {**DSPARK, "markov": "none"},
     "domino": DOMINO,
     "domino in its places": {**DOMINO, "sample_from_anchor": False, "unbiased": 2},
+    "xpress": XPRESS,
+    "xpress, causal": {**XPRESS, "causal": True},
+    "xpress, windows": {**XPRESS, **WINDOWS},
+    "xpress, draft vocabulary": {**XPRESS, "draft_vocab": 20},
+    "xpress from the anchor": {**XPRESS, "sample_from_anchor": True},
     "peagle": {**PEAGLE, "norm_before_residual": True},
     "peagle with norms": {**PEAGLE, "fc_norm": True},
     "peagle of one block": {**PEAGLE, "blocks": 1},
@@ -87,6 +93,11 @@ TAKERS = {
     "dspark without a Markov head": "speculators deepspec specforge",
     "domino": "sglang specforge",
     "domino in its places": "sglang specforge",
+    "xpress": "vllm speculators",
+    "xpress, causal": "vllm",
+    "xpress, windows": "vllm speculators",
+    "xpress, draft vocabulary": "speculators",
+    "xpress from the anchor": "speculators",
     "peagle": "vllm speculators",
     "peagle with norms": "vllm",
     "peagle of one block": "vllm speculators",
@@ -247,6 +258,13 @@ def test_refusals_name_what_stands_in_the_way(
     """What no reader has, and what would be read otherwise in silence."""
     with pytest.raises(ValueError, match=f"{engine}: {words}"):
         EXPORTERS[engine](head_of(name, **changes), TARGET)
+
+
+@pytest.mark.parametrize("name", ["xpress, draft vocabulary", "xpress from the anchor"])
+def test_a_refusal_of_xpress_names_who_reads_it(name: str) -> None:
+    """Who reads DFlash or DSpark with such a setting may not read XPress."""
+    with pytest.raises(ValueError, match="xport to speculators"):
+        EXPORTERS["vllm"](head_of(name), TARGET)
 
 
 def test_what_an_export_needs_of_the_target() -> None:

@@ -35,6 +35,7 @@ KINDS: dict[str, tuple[dict[str, Any], int]] = {
     "peagle": ({"depths": 6}, 2),
     "dflash": ({"slots": 6}, 5),
     "dspark": ({"slots": 7}, 7),
+    "xpress": ({"slots": 6, "rank": 8}, 5),
     "mlp_speculator": ({"levels": 3}, 2),
     "hydra": ({"levels": 3}, 2),
     "falcon": ({}, 2),
@@ -48,6 +49,7 @@ METHODS = {
     "peagle": "eagle3",
     "dflash": "dflash",
     "dspark": "dspark",
+    "xpress": "dflash",
     "mtp": "mtp",
 }
 # of levels: chains reach them with probability 0.6, 0.3, 0.06, 0.006, so that drafts of two are the best

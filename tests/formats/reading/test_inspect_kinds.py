@@ -167,7 +167,7 @@ def test_a_draft_model_of_this_project(tmp_path: Path) -> None:
     assert not found.fatal, found
 
 
-@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+@pytest.mark.parametrize("kind", ["dflash", "dspark", "xpress"])
 def test_block_drafters_of_this_project(kind: str, tmp_path: Path) -> None:
     """Their blocks are alike, and each is shown with its own method."""
     target = make_target()

@@ -12,6 +12,7 @@ from speculators.models.dflash import DFlashDraftModel
 from speculators.models.dspark import DSparkDraftModel
 from speculators.models.peagle import PEagleDraftModel
 from speculators.models.peagle.data import generate_cod_sample_indices
+from speculators.models.xpress import XPressDraftModel
 from torch import Tensor
 from transformers import AutoConfig
 
@@ -21,6 +22,7 @@ MODELS: dict[str, Any] = {
     "dflash": DFlashDraftModel,
     "dspark": DSparkDraftModel,
     "peagle": PEagleDraftModel,
+    "xpress": XPressDraftModel,
 }
 
 
@@ -32,6 +34,9 @@ def main() -> None:
     kind = options.pop("kind")
     if options.pop("load", False):
         model = MODELS[kind].from_pretrained(request.out)
+        # speculators 0.9.0 leaves this buffer unset, as it is not in the file
+        if kind == "xpress":
+            model.refiner_head.causal_tril.fill_(1).tril_()
     else:
         model = make_model(kind, request, options, inputs)
         model.save_pretrained(request.out)
