@@ -187,6 +187,12 @@ def speculators31() -> Head:
     return config, tensors | {f"fc_norm.{tap}.weight": drawn(H, seed=tap + 1) for tap in range(3)}
 
 
+def speculators_default() -> Head:
+    """What the trainer of speculators writes by default: one norm of all three layers."""
+    config, tensors = speculators(norm_before_fc=True, norm_before_residual=True, norm_output=True)
+    return config, tensors | {"input_norm.weight": drawn(3 * H, seed=1)}
+
+
 def modelopt() -> Head:
     """ModelOpt's export: neither `t2d` nor embedding, layers by their outputs."""
     nested = {
@@ -243,6 +249,7 @@ LAYOUTS: dict[str, Head] = {
     "speculators trainer": speculators(),
     "speculators converter": speculators("Eagle3Speculator"),
     "speculators EAGLE-3.1": speculators31(),
+    "speculators default": speculators_default(),
     "ModelOpt": modelopt(),
     "Automodel": automodel(),
 }

@@ -152,7 +152,11 @@ def fused(weights: Weights, settings: Any, shape: Any, taps: Tensor) -> Tensor:
     if settings.fc_norm:
         eps = shape.rms_norm_eps
         rows = [rms(row, weights[f"fc_norm.{i}.weight"], eps) for i, row in enumerate(rows)]
-    return weights["fc.weight"] @ torch.cat(rows)
+    joined = torch.cat(rows)
+    # only EAGLE-3 has this setting, P-EAGLE has not
+    if getattr(settings, "norm_before_fc", False):
+        joined = rms(joined, weights["input_norm.weight"], shape.rms_norm_eps)
+    return weights["fc.weight"] @ joined
 
 
 def law_loss(kind: str, wanted: Tensor, logits: Tensor) -> Tensor:

@@ -71,6 +71,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("hass", {"top": 0.5, "top_k": 3, "window": WINDOW}),
     ("eagle3", {"draft_vocab": 20, "fc_norm": True, "norm_output": True, "window": WINDOW}),
     ("eagle3", {"loss": "hybrid", "train_lm_head": False}),
+    ("eagle3", {"norm_before_fc": True, "norm_before_residual": True, "norm_output": True}),
     ("peagle", {"draft_vocab": 20, "blocks": 2, "loss": "acceptance"}),
     ("dflash", {"causal": True, "sample_from_anchor": True, "decay": None, "anchors": 512}),
     # weights that follow the head's own probs need a count of all chunks

@@ -55,6 +55,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "eagle3 random": {"kind": "eagle3", "draft_vocab": True, "lm_head": "random", "decay": 0.6},
     "eagle3 normed residual": {"kind": "eagle3", "norm_before_residual": True},
     "eagle3.1": {"kind": "eagle3", "draft_vocab": True, "fc_norm": True, "norm_output": True},
+    "eagle3 joint norm": {"kind": "eagle3", "norm_before_fc": True, "norm_output": True},
     "eagle3 acceptance": {
         "kind": "eagle3",
         "draft_vocab": True,

@@ -28,6 +28,8 @@ STEPS = 4
 LENGTH = 96
 DRAFT_VOCAB = 160
 EAGLE31 = {"fc_norm": True, "norm_output": True}
+# the default of speculators' trainer
+JOINT_NORM = {"norm_before_fc": True, "norm_before_residual": True, "norm_output": True}
 AS_EXPORTED = {"as_exported": True, "input_layernorm": True}
 # rival, size of the draft vocabulary, switches
 HEADS: list[tuple[str, int, dict[str, bool]]] = [
@@ -35,6 +37,7 @@ HEADS: list[tuple[str, int, dict[str, bool]]] = [
     ("speculators", VOCAB_SIZE, {}),
     ("speculators", DRAFT_VOCAB, {"norm_before_residual": True}),
     ("speculators", DRAFT_VOCAB, EAGLE31),
+    ("speculators", DRAFT_VOCAB, JOINT_NORM),
     ("modelopt", DRAFT_VOCAB, {}),
     ("modelopt", VOCAB_SIZE, {}),
     ("modelopt", DRAFT_VOCAB, AS_EXPORTED),

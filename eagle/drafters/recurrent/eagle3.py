@@ -4,13 +4,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
-from eagle.core.drafter import TargetHead
+from eagle.core.drafter import HeadShape, Parts, TargetHead
 from eagle.core.examples import Batch
+from eagle.drafters.parts.decoder_block import Norm
 from eagle.drafters.parts.objectives import (
     Objective,
     OwnHead,
@@ -33,8 +35,20 @@ class Eagle3Settings(FusedSettings):
     # weight of the Smooth-L1 loss between the inputs of the head's and of the target's LM head
     regression: float = Field(0.0, ge=0)
     norm_output: bool = False  # EAGLE-3.1: the next step reads the normalised output
+    # normalise all taps together, as the trainer of speculators does by default
+    norm_before_fc: bool = False
     # {sinks: S, recent: R}: attend only to the first S and the latest R tokens
     window: Window | None = None
+
+    @model_validator(mode="after")
+    def _check_norms(self) -> Eagle3Settings:
+        """Refuse a norm of all taps together beside one of each tap."""
+        if self.norm_before_fc and self.fc_norm:
+            raise ValueError(
+                "norm_before_fc and fc_norm are true, expected one of them at most: the first norms all taps together, "
+                "the second each by itself"
+            )
+        return self
 
 
 class Eagle3(FusedHead):
@@ -43,19 +57,48 @@ class Eagle3(FusedHead):
     Settings = Eagle3Settings
     settings: Eagle3Settings
 
+    def __init__(self, settings: Eagle3Settings, shape: HeadShape) -> None:
+        """Make the network, with one norm more if the settings have `norm_before_fc`."""
+        super().__init__(settings, shape)
+        self.input_norm: Norm | None = None
+        if settings.norm_before_fc:
+            self.input_norm = Norm(len(self.taps) * shape.hidden_size, shape.rms_norm_eps)
+
+    @property
+    def parts(self) -> Parts:
+        """The weights that a faulty conversion may have in a wrong order: the norm of all taps is one of them."""
+        parts = super().parts
+        if self.input_norm is None:
+            return parts
+        return replace(parts, by_tap=(*parts.by_tap, "input_norm.weight"))
+
+    def fuse_taps(self, features: Tensor) -> Tensor:
+        """Return the state [.., H] that the first level reads: the target's states at L layers, joined by a matrix.
+
+        `features` are these states [.., L, H], H the hidden size.
+        """
+        if self.input_norm is None:
+            return super().fuse_taps(features)
+        # fc(RMSNorm([h_1; ..; h_L])): one norm over the states of all taps
+        return self.fc(self.input_norm(features.flatten(-2)))
+
     @property
     def network(self) -> dict[str, Any]:
         """The name of the network and the settings that decide what its weights mean, for checkpoints and engines.
 
         They are its stack of blocks, its taps (the target's layers whose inputs it reads) and its norms.
         """
-        return {
+        network = {
             "network": "fused",
             **self.stack,
             "taps": self.settings.taps,
             "norm_output": self.settings.norm_output,
             "norm_before_residual": self.settings.norm_before_residual,
         }
+        # named only where it is there, as descriptions of earlier heads must not differ
+        if self.settings.norm_before_fc:
+            network["norm_before_fc"] = True
+        return network
 
     def next_input(self, state: Tensor) -> Tensor:
         """Return the state that the next level reads: the last block's output, normed if `norm_output` is set.

@@ -32,7 +32,7 @@ from eagle.formats.networks.eagle_layouts import (
     add_embedding,
 )
 from eagle.formats.networks.falcon_heads import FALCON, write_falcon
-from eagle.formats.networks.layers_and_tokens import SWITCHES, usual_layers
+from eagle.formats.networks.layers_and_tokens import JOINT_NORM, SWITCHES, usual_layers
 from eagle.formats.networks.level_networks import (
     HYDRA,
     MEDUSA,
@@ -304,6 +304,7 @@ Its heads say here what they say there; generation by that code was not run by t
 SPECULATORS_DEPTH = 3  # which the config wants to be told; a server may be told otherwise
 SPECULATORS_HEAD_KEYS = (
     *SWITCHES,
+    JOINT_NORM,
     "draft_vocab_size",
     "eagle_aux_hidden_state_layer_ids",
     "mask_token_id",
@@ -351,8 +352,8 @@ def _nest_block(layout: Layout, drafter: TrainableDrafter, target_config: Target
         "architectures": [SPECULATOR_CLASSES[algorithm]],
         "speculators_model_type": algorithm,
         "speculators_version": "0.9.0",
+        JOINT_NORM: False,
         **head,
-        "norm_before_fc": False,
         "embed_requires_grad": False,
         "target_hidden_size": None,
         "tie_word_embeddings": False,
@@ -374,7 +375,10 @@ SPECULATORS = Engine(
     title="speculators",
     networks={
         FUSED: FusedLayout(
-            SPECULATORS_SERVE, switches=SWITCHES, reads_embedding=True, finish=_nest_block
+            SPECULATORS_SERVE,
+            switches=(*SWITCHES, JOINT_NORM),
+            reads_embedding=True,
+            finish=_nest_block,
         ),
         PEAGLE: ParallelLayout(
             SPECULATORS_SERVE_MASKS,

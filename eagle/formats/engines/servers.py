@@ -25,7 +25,7 @@ from eagle.formats.networks.eagle_layouts import (
     FusedLayout,
     ParallelLayout,
 )
-from eagle.formats.networks.layers_and_tokens import SWITCHES
+from eagle.formats.networks.layers_and_tokens import JOINT_NORM, SWITCHES
 from eagle.formats.networks.level_networks import MEDUSA, SPECULATOR, write_vllm_medusa
 from eagle.formats.networks.mtp_layers import MIMO_NAMES, MTP, MtpLayout
 from eagle.formats.networks.network_layout import NetworkLayout
@@ -133,7 +133,7 @@ VLLM = Engine(
         FEATURES: FeatureLayout(explain_serving("eagle", VLLM_COUNTS), reads_bias=False),
         FUSED: FusedLayout(
             explain_serving("eagle3", VLLM_COUNTS),
-            switches=SWITCHES,
+            switches=(*SWITCHES, JOINT_NORM),
             reads_embedding=True,
             reads_window=True,
         ),

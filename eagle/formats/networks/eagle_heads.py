@@ -15,6 +15,8 @@ from torch import Tensor
 from eagle.formats.layout import Config
 from eagle.formats.networks.eagle_layouts import PEAGLE, FeatureLayout, FusedLayout
 from eagle.formats.networks.layers_and_tokens import (
+    INPUT_NORM,
+    JOINT_NORM,
     LAYER_IDS,
     MIDLAYER_NAMES,
     check_draft_vocab,
@@ -59,8 +61,9 @@ EAGLE3_CLASSES = {
     *("Eagle3DraftModel", AUTOMODEL_CLASS),
 }
 EAGLE1_NAMES = keep_names("layers.0.*", "fc.weight", "fc.bias", EMBEDDING, OUTPUT)
-EAGLE3_NAMES = {**EAGLE1_NAMES, **keep_names("fc_norm.#.weight", "norm.weight", "d2t", "t2d")}
-PEAGLE_NAMES = {**EAGLE3_NAMES, **keep_names("layers.#.*", MASK_HIDDEN)}
+FUSED_NAMES = {**EAGLE1_NAMES, **keep_names("fc_norm.#.weight", "norm.weight", "d2t", "t2d")}
+EAGLE3_NAMES = {**FUSED_NAMES, **keep_names(INPUT_NORM)}
+PEAGLE_NAMES = {**FUSED_NAMES, **keep_names("layers.#.*", MASK_HIDDEN)}
 # the one key `norm_output` has two meanings
 NEXT_STEP = "next-step"
 LM_HEAD = "lm-head"
@@ -133,7 +136,6 @@ def _refuse_foreign_settings(head: HeadFolder) -> None:
         "sliding_window": _slides(block) and not _read_window(block),
         "target_hidden_size": keys.read("target_hidden_size")
         not in (None, head.shape["hidden_size"]),
-        "norm_before_fc": bool(keys.read("norm_before_fc") or nested.read("norm_before_fc")),
         "parallel_draft_step": (nested.read("parallel_draft_step") or 1) > 1,
         "use_mtp_layernorm": bool(nested.read("use_mtp_layernorm")),
         "use_input_layernorm_in_first_layer": nested.read("use_input_layernorm_in_first_layer")
@@ -249,6 +251,7 @@ def _read_fc_bias(head: HeadFolder) -> Config:
 
     If the config promises a bias that is missing, that becomes a problem; if it says nothing, that is noted.
     """
+    head.refuse({JOINT_NORM: _has_joint_norm(head)})
     # EAGLE-1 drafts by the target's LM head, so it can draft all tokens
     head.draft_vocab_size = head.shape["vocab_size"]
     has_bias = "fc.bias" in head.names
@@ -413,6 +416,27 @@ def _read_switches(head: HeadFolder) -> Config:
     return {**switches, "taps": tuple(range(head.tap_count)), "draft_vocab": draft_vocab}
 
 
+def _read_eagle3(head: HeadFolder) -> Config:
+    """Return the settings of `_read_switches`, and the norm of all taps together if the checkpoint has one."""
+    switches = _read_switches(head)
+    has_weights = INPUT_NORM in head.names
+    if has_weights != _has_joint_norm(head):
+        state = "is" if has_weights else "is not"
+        head.problem(
+            f"config.json: {JOINT_NORM} is {not has_weights}, and {INPUT_NORM} {state} there"
+        )
+    if has_weights:
+        switches[JOINT_NORM] = True
+    return switches
+
+
+def _has_joint_norm(head: HeadFolder) -> bool:
+    """Return whether the config says that one norm reads the states of all taps together."""
+    outer = head.keys.read(JOINT_NORM)
+    inner = head.nested.read(JOINT_NORM)
+    return bool(outer or inner)
+
+
 def _read_draft_vocab(head: HeadFolder) -> None:
     """Set `head.draft_vocab_size`, the number of tokens that the head can draft.
 
@@ -560,7 +584,7 @@ def _find_eagle3_faults(head: HeadFolder) -> Iterator[FoundFault]:
     elif head.outputs and not head.inputs:
         yield report(faults.INNER_IDS_ALONE, inputs=list(head.inputs_by_outputs or ()))
     for switch, fault in faults.UNKNOWN_SWITCHES.items():
-        if head.settings[switch]:
+        if head.settings.get(switch):
             lacks = partial(_lacks, switch=switch)
             # the fault affects engines that lack the switch; its advice names those that know it, as `servers`
             yield report(fault, affects=lacks, servers=partial(_knows, switch=switch))
@@ -590,7 +614,7 @@ def _list_eagle3_facts(head: HeadFolder) -> Config:
     if inputs:
         outputs = tuple(layer - 1 for layer in inputs)
         reads = f"inputs of layers {inputs}, which are outputs of {outputs}"
-    names = ("fc_norm", "norm_output", "norm_before_residual", "window")
+    names = ("fc_norm", "norm_output", "norm_before_residual", JOINT_NORM, "window")
     switches = ", ".join(name for name in names if head.settings.get(name))
     return {**_list_block_facts(head), "reads": reads, "switches": switches or "none"}
 
@@ -607,7 +631,7 @@ EAGLE3_HEADS = replace(
     name="EAGLE-3",
     method="eagle3",
     methods=("eagle3",),
-    read_settings=partial(_read_settings, usual=LAYERS, read_switches=_read_switches),
+    read_settings=partial(_read_settings, usual=LAYERS, read_switches=_read_eagle3),
     spellings=((MIDLAYER, MIDLAYER_NAMES), (LAYERS, EAGLE3_NAMES)),
     borrowed={EMBEDDING: EMBEDDINGS},
     optional={

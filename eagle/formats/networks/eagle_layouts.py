@@ -17,7 +17,12 @@ from eagle.formats.layout import (
     scale_of,
     tensors_of,
 )
-from eagle.formats.networks.layers_and_tokens import LAYER_IDS, MIDLAYER_NAMES, SWITCHES
+from eagle.formats.networks.layers_and_tokens import (
+    JOINT_NORM,
+    LAYER_IDS,
+    MIDLAYER_NAMES,
+    SWITCHES,
+)
 from eagle.formats.networks.network import rename_tensors
 from eagle.formats.networks.network_layout import NetworkLayout, mask_of, reorder_taps
 from eagle.formats.reading.head_folder import EMBEDDING
@@ -80,6 +85,8 @@ class FusedLayout(NetworkLayout):
         # boolean settings of EAGLE-3's network; a head without the setting computes as if it were off
         switches = {switch: bool(getattr(drafter.settings, switch, False)) for switch in SWITCHES}
         nested = {switch: switches[switch] for switch in self.nested_switches}
+        if getattr(drafter.settings, JOINT_NORM, False):
+            switches[JOINT_NORM] = True
         # the LM head has a row for each token that can be drafted
         draft_vocab_size: int = drafter.lm_head.out_features  # type: ignore[union-attr, assignment]
         config = llama_config(
@@ -111,7 +118,7 @@ class FusedLayout(NetworkLayout):
         Switches are the boolean settings of EAGLE-3's network, and taps the layers of the target whose inputs it reads.
         """
         # an engine that does not know a switch computes as if it were off
-        for switch in SWITCHES:
+        for switch in (*SWITCHES, JOINT_NORM):
             if getattr(drafter.settings, switch, False) and switch not in self.switches:
                 raise ValueError(
                     f"{engine}: drafter.{switch} is unknown there, and acceptance would be lost in silence: train with "

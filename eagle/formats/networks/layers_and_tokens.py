@@ -15,6 +15,8 @@ from eagle.formats.reading.head_folder import HeadFolder
 
 INDICES = ("d2t", "t2d")  # tensors that hold no weights
 SWITCHES = ("norm_before_residual", "fc_norm", "norm_output")  # of EAGLE-3's network
+JOINT_NORM = "norm_before_fc"  # another, which configs name only if it is true
+INPUT_NORM = "input_norm.weight"  # [taps x H], the weights of that norm over all taps
 # our name of EAGLE-3's block, and the usual name, which all engines know
 MIDLAYER_NAMES = {"layers.0.*": "midlayer.*"}
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"

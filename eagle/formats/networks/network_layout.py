@@ -11,6 +11,7 @@ from torch import Tensor
 
 from eagle.core.drafter import TrainableDrafter
 from eagle.formats.layout import Config, Layout, TargetConfig, scale_of
+from eagle.formats.networks.layers_and_tokens import INPUT_NORM
 
 MASK_HIDDEN = "mask_hidden"
 
@@ -33,6 +34,9 @@ def reorder_taps(tensors: Mapping[str, Tensor], order: list[int]) -> dict[str, T
     if MASK_HIDDEN in tensors:
         masks = tensors[MASK_HIDDEN].chunk(len(order), dim=-1)
         reordered[MASK_HIDDEN] = torch.cat([masks[tap] for tap in order], dim=-1)
+    if INPUT_NORM in tensors:
+        norms = tensors[INPUT_NORM].chunk(len(order))
+        reordered[INPUT_NORM] = torch.cat([norms[tap] for tap in order])
     # EAGLE-3.1 and P-EAGLE may norm each tap's state before `fc`
     for position, tap in enumerate(order):
         norm = f"fc_norm.{tap}.weight"

@@ -115,6 +115,7 @@ UNKNOWN_SWITCHES = {  # of engines that have no such switch
         "norm_before_residual is true: these take the state as it is", "Train without it"
     ),
     "fc_norm": Hint("fc_norm: these have none", "Serve it with {servers}"),
+    "norm_before_fc": Hint("norm_before_fc: these have none", "Serve it with {servers}"),
     "norm_output": Hint(
         "norm_output: these feed the state back un-normed", "Serve it with {servers}"
     ),

@@ -87,6 +87,11 @@ def test_what_a_target_does_not_have_is_refused(case: str) -> None:
         new_head(**arguments)
 
 
+def test_only_one_norm_before_fc_is_possible() -> None:
+    with pytest.raises(ValueError, match="norm_before_fc and fc_norm are true"):
+        Eagle3.Settings(norm_before_fc=True, fc_norm=True)
+
+
 # -- the draft vocabulary ---------------------------------------------------------------------------------------------
 
 

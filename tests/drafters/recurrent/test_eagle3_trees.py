@@ -32,6 +32,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "full": {},
     "draft vocabulary": {},
     "3.1": {"fc_norm": True, "norm_output": True},
+    "one norm of all taps": {"norm_before_fc": True},
     # the prompt is longer than the window, and so are drafted paths
     "window": {"window": Window(2, 3)},
 }

@@ -87,6 +87,7 @@ NO_BIAS = {"kind": "eagle1", "fc_bias": False}
 PLAIN = {"kind": "eagle3", "draft_vocab": D}
 FULL = {"kind": "eagle3"}
 NEWER = {**PLAIN, "fc_norm": True, "norm_output": True}
+JOINT = {**PLAIN, "norm_before_fc": True, "norm_before_residual": True, "norm_output": True}
 NORMED = {**PLAIN, "norm_before_residual": True}
 SPECULATORS = eagle3_shapes("layers.0") | EMBEDDING
 # engines, settings of a head, and the tensors that the engines get
@@ -104,6 +105,8 @@ LAYOUTS: list[tuple[str, dict[str, Any], Shapes]] = [
     ("speculators", PLAIN, SPECULATORS),
     ("vllm sglang trtllm", NEWER, eagle3_shapes() | NORMS),
     ("speculators", NEWER, SPECULATORS | NORMS),
+    ("vllm", JOINT, eagle3_shapes() | {"input_norm.weight": (3 * H,)}),
+    ("speculators", JOINT, SPECULATORS | {"input_norm.weight": (3 * H,)}),
     ("vllm llamacpp", NORMED, eagle3_shapes()),
     ("speculators", NORMED, SPECULATORS),
 ]
@@ -114,6 +117,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("vllm portable", EAGLE1, "drafter.fc_bias=false"),
     ("sglang trtllm openvino eagle portable", NORMED, "drafter.norm_before_residual"),
     ("openvino llamacpp eagle portable", NEWER, "drafter.fc_norm"),
+    ("sglang trtllm", {**PLAIN, "norm_before_fc": True}, "drafter.norm_before_fc"),
     ("openvino llamacpp eagle", {**PLAIN, "norm_output": True}, "drafter.norm_output"),
     ("portable", FULL, "drafter.draft_vocab"),
     ("eagle", {**PLAIN, "taps": (1, 6, 9)}, "drafter.taps"),
@@ -281,6 +285,23 @@ def test_taps_out_of_order_are_sorted_with_their_weights(target: Target) -> None
     assert torch.allclose(in_order, ours, atol=1e-5)
     # the check can fail
     assert not torch.allclose(fuse_as_engines_do(layout.tensors, states), ours, atol=1e-5)
+
+
+def test_a_norm_of_all_taps_is_sorted_with_them(target: Target) -> None:
+    """The weights of `input_norm` are a row for each tap, in the engine's order."""
+    head = head_for({**JOINT, "taps": (9, 2, 6)}, target)
+    head.input_norm.weight.data.normal_()
+    layout = EXPORTERS["vllm"](head, target.config)
+    assert layout.config["norm_before_fc"] is True
+    states = torch.randn(5, 3, H)
+    joined = states[:, [1, 2, 0]].flatten(1)
+    scale = (joined.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()
+    weight = layout.tensors["input_norm.weight"]
+    fused = (joined * scale * weight) @ layout.tensors["fc.weight"].T
+    assert torch.allclose(fused, head.fuse_taps(states), atol=1e-5)
+    # the check can fail
+    wrong = (joined * scale * head.input_norm.weight) @ layout.tensors["fc.weight"].T
+    assert not torch.allclose(wrong, fused, atol=1e-5)
 
 
 @pytest.fixture(scope="module")
