@@ -143,9 +143,13 @@ class InjectedHead(CompiledParts, ReducedVocab, TrainableDrafter):
         self.fc = nn.Linear(len(self.taps) * width, width, bias=False)
         self.hidden_norm = Norm(width, shape.rms_norm_eps)
         self.norm = Norm(width, shape.rms_norm_eps)
-        self.layers: Any = nn.ModuleList([NormedBlock(shape) for _ in range(settings.blocks)])
+        self.layers: Any = nn.ModuleList([self.make_block(shape) for _ in range(settings.blocks)])
         self.rotary = Rotary(shape)
         self.add_tables(shape)
+
+    def make_block(self, shape: HeadShape) -> NormedBlock:
+        """Return a new transformer block of the head, by its settings and sizes."""
+        return NormedBlock(shape)
 
     @classmethod
     def taps_for(cls, settings: InjectedSettings, target_config: Any) -> tuple[int, ...]:
@@ -312,6 +316,14 @@ class InjectedHead(CompiledParts, ReducedVocab, TrainableDrafter):
         """Return the LM head that reads what `read_levels` returns; here the target's, as that returns states alone."""
         return target_head
 
+    def level_logits(self, target_head: TargetHead) -> Callable[[Tensor], Tensor]:
+        """Return the function that makes logits [.., V] of what `read_levels` returns, for validation."""
+        return self.lm_head(target_head).logits
+
+    def complete_logits(self, target_head: TargetHead) -> Callable[[Tensor], Tensor] | None:
+        """Return what makes logits for the cross-entropy in validation, if not `level_logits`; see `validate_batch`."""
+        return None
+
     def read_levels(
         self,
         batch: Batch,
@@ -474,7 +486,13 @@ class InjectedHead(CompiledParts, ReducedVocab, TrainableDrafter):
             # on the target's vocabulary, to compare them with the target's logits
             return self.on_all_tokens(student(state))
 
-        return validate_batch(batch, states, ([logits] * len(states), target_head.logits), trees)
+        return validate_batch(
+            batch,
+            states,
+            ([logits] * len(states), target_head.logits),
+            trees,
+            complete=self.complete_logits(self.output_head(target_head)),
+        )
 
     def draft_levels(
         self,
@@ -503,8 +521,8 @@ class InjectedHead(CompiledParts, ReducedVocab, TrainableDrafter):
             else self.fc.weight.new_empty(0, self.levels, self.shape.hidden_size)
         )
         level_states = self.read_levels(batch, anchors, states, target_head)
-        head = self.lm_head(self.output_head(target_head))
-        return [(state, head.logits) for state in level_states.unbind(1)[:levels]]
+        logits = self.level_logits(self.output_head(target_head))
+        return [(state, logits) for state in level_states.unbind(1)[:levels]]
 
     # -- drafting -----------------------------------------------------------------------------------------------------
 
