@@ -52,6 +52,13 @@ SECTIONS: dict[str, dict[str, Any]] = {
         "rank": 8,
         "taps": (1, 2),
     },
+    "dflash2": {
+        "kind": "dflash2",
+        "blocks": 1,
+        "slots": 4,
+        "selector_rank": 8,
+        "taps": (1, 2),
+    },
     "mtp": {"kind": "mtp", "start": "random"},
     "medusa": {"kind": "medusa", "levels": 3},
 }
@@ -204,6 +211,11 @@ FAULTS: list[tuple[str, Edit, str]] = [
         "dspark",
         swap("markov_head.markov_w1.weight", "markov_head.markov_w2.weight"),
         "markov_head.markov_w1 and",
+    ),
+    (
+        "dflash2",
+        swap("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook"),
+        "candidate_selector.predecessor_codebook and",
     ),
     ("mtp", swap_halves("eh_proj.weight"), "eh_proj takes [state; embedding], expected"),
     ("medusa", swap("blocks.0.0.weight", "blocks.2.0.weight"), ""),

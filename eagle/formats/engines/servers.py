@@ -5,6 +5,7 @@ from __future__ import annotations
 from eagle.formats.engines.engine import SCALINGS, Engine
 from eagle.formats.networks.block_layouts import (
     DFLASH,
+    DFLASH2,
     DOMINO_STYLES,
     DSPARK,
     MARKOV_KINDS,
@@ -54,6 +55,10 @@ than the head was trained with guesses otherwise. On a CPU vLLM 0.32.0 norms the
 first layer's weights, and accepts less; with that mended it accepts, at every place, what this project accepts."""
 VLLM_SECOND_RUNNER = """vLLM 0.32.0, by its V2 model runner alone, and that needs Triton, which is to say a GPU. With
 Triton's interpreter on a CPU it accepts, at every place of a draft, what this project accepts."""
+VLLM_SELECTOR = """vLLM 0.32.0 and 0.33.0, by their V2 model runner alone, and that needs Triton, which is to say a GPU.
+A block is that many masks and the root: a block shorter than the head was trained with guesses otherwise.
+
+Not run by this project: names, shapes and keys are those of vLLM's source."""
 VLLM_IN_TARGET = """```sh
 vllm serve MODEL --speculative-config '{"method": "mtp", "num_speculative_tokens": DEPTH}'
 ```
@@ -147,6 +152,12 @@ VLLM = Engine(
             reads_window=True,
             reads_draft_vocab=True,
         ),
+        DFLASH2: InjectedLayout(
+            explain_serving("dflash", VLLM_SELECTOR, cpu=False),
+            styles=ZLAB_STYLES,
+            reads_causal=True,
+            reads_window=True,
+        ),
         DSPARK: InjectedLayout(
             explain_serving("dspark", VLLM_SECOND_RUNNER, cpu=False),
             styles=VANILLA_STYLES,
@@ -206,12 +217,15 @@ SGLANG = Engine(
         FUSED: FusedLayout(
             SGLANG_SERVE.replace("METHOD", "EAGLE3"), switches=("fc_norm", "norm_output")
         ),
-        DFLASH: InjectedLayout(
-            SGLANG_BLOCKS.replace("METHOD", "DFLASH").replace("MORE", ""),
-            styles=ZLAB_STYLES,
-            reads_causal=True,
-            reads_window=True,
-        ),
+        **{
+            network: InjectedLayout(
+                SGLANG_BLOCKS.replace("METHOD", "DFLASH").replace("MORE", ""),
+                styles=ZLAB_STYLES,
+                reads_causal=True,
+                reads_window=True,
+            )
+            for network in (DFLASH, DFLASH2)
+        },
         DSPARK: InjectedLayout(
             SGLANG_BLOCKS.replace("METHOD", "DSPARK").replace(
                 "MORE", " A Domino head's algorithm is `DFLASH`."
@@ -345,11 +359,14 @@ LLAMACPP = Engine(
             switches=("norm_before_residual",),
             reads_embedding=True,
         ),
-        DFLASH: InjectedLayout(
-            LLAMACPP_SERVE.replace("METHOD", "dflash") + LLAMACPP_BLOCK,
-            styles=ZLAB_STYLES,
-            reads_causal=True,
-        ),
+        **{
+            network: InjectedLayout(
+                LLAMACPP_SERVE.replace("METHOD", "dflash") + LLAMACPP_BLOCK,
+                styles=ZLAB_STYLES,
+                reads_causal=True,
+            )
+            for network in (DFLASH, DFLASH2)
+        },
         DSPARK: InjectedLayout(
             LLAMACPP_SERVE.replace("METHOD", "dspark") + LLAMACPP_BLOCK,
             styles=VANILLA_STYLES,

@@ -24,11 +24,14 @@ from eagle.formats.reading.head_folder import EMBEDDING, OUTPUT
 
 # names of networks, and by which tensors they are known
 DFLASH = "dflash"
+DFLASH2 = "dflash2"
 DSPARK = "dspark"
 CONFIDENCE = "confidence_head.proj.weight"
 MARKOV = "markov_head.markov_w1.weight"
 DOMINO_INPUT = "embed_proj.0.weight"
 GRU = "prefix_gru.weight_hh_l0"
+# DFlash2's settings, whose names are keys of every config
+SELECTOR_KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 # how configs of transformers name the two kinds of layers
 FULL = "full_attention"
 SLIDING = "sliding_attention"
@@ -146,12 +149,22 @@ def _markov_keys(drafter: TrainableDrafter) -> Config:
 
 
 def zlab_config(drafter: TrainableDrafter, target_config: TargetConfig) -> Config:
-    """Return z-lab's config of DFlash, for heads whose first slot reads the root and predicts nothing."""
+    """Return z-lab's config of DFlash or DFlash2, for heads whose first slot reads the root and predicts nothing."""
     more = {"sample_from_anchor": False}
+    architecture = "DFlashDraftModel"
+    if drafter.settings.kind == DFLASH2:
+        architecture = "DFlash2DraftModel"
+        # it is read here, and by older code at the top
+        more |= {"block_size": drafter.settings.slots, **_selector_keys(drafter)}
     # the key holds for all layers alike, so it is left out where only layers with a window are causal
     if drafter.network["causal"] != "window":
         more["causal"] = drafter.network["causal"]
-    return _nested_config(drafter, target_config, "DFlashDraftModel", **more)
+    return _nested_config(drafter, target_config, architecture, **more)
+
+
+def _selector_keys(drafter: TrainableDrafter) -> Config:
+    """Return the keys for DFlash2's convolutions and its selector, which all readers share."""
+    return {key: getattr(drafter.settings, key) for key in SELECTOR_KEYS}
 
 
 def deepspec_config(drafter: TrainableDrafter, target_config: TargetConfig) -> Config:
@@ -205,11 +218,15 @@ def speculators_config(drafter: TrainableDrafter, target_config: TargetConfig) -
     """Return the config of `speculators`, which counts layer inputs and nests the sizes of the transformer blocks."""
     algorithm = "dflash"
     architecture = "DFlashSpeculator"
-    markov: Config = {}
+    more: Config = {}
     if drafter.settings.kind == DSPARK:
         algorithm = "dspark"
         architecture = "DSparkSpeculator"
-        markov = _markov_keys(drafter)
+        more = _markov_keys(drafter)
+    if drafter.settings.kind == DFLASH2:
+        algorithm = "dflash2"
+        architecture = "DFlash2DraftModel"
+        more = _selector_keys(drafter)
     block = _qwen3_config(drafter, target_config, rope_parameters=rotary_of(drafter.shape))
     # block_size and draft_vocab_size stand at the top of this config, and num_target_layers nowhere
     for key in ("block_size", "num_target_layers", "draft_vocab_size"):
@@ -224,7 +241,7 @@ def speculators_config(drafter: TrainableDrafter, target_config: TargetConfig) -
         "aux_hidden_state_layer_ids": sorted(drafter.taps),
         "sliding_window_non_causal": not drafter.settings.causal,
         "sample_from_anchor": bool(drafter.settings.sample_from_anchor),
-        **markov,
+        **more,
         "tie_word_embeddings": False,
         "torch_dtype": block["torch_dtype"],
         "transformer_layer_config": block,

@@ -185,6 +185,7 @@ class Network:
     # tensors that may be there too: our name, and the sizes of its dimensions by their names in the config
     optional: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     remedies: Mapping[str, str] = field(default_factory=dict)  # missing tensor -> advice
+    zero_at_first: str = "$^"  # a pattern of our names: tensors that are all zeros in a new head
     # its config
     has_block: bool = True  # whether it has the sizes of a Llama block
     rotates: bool = True  # whether its rotary parameters are those of the head's attention

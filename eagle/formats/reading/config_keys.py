@@ -76,7 +76,8 @@ KEYS_READ = {  # the keys that are read, by the kind of their values
     "a whole number above 0": "hidden_size intermediate_size vocab_size draft_vocab_size truncated_vocab_size head_dim "
     "num_attention_heads num_key_value_heads num_hidden_layers num_target_layers max_position_embeddings block_size "
     "sliding_window swa_window_size target_hidden_size parallel_draft_step n_predict k_mask num_heads num_medusa_heads "
-    "num_medusa_layers medusa_num_heads medusa_num_layers hydra_num_heads hydra_num_layers",
+    "num_medusa_layers medusa_num_heads medusa_num_layers hydra_num_heads hydra_num_layers "
+    "conv_kernel_size conv_group_size selector_rank selector_top_k",
     "a whole number, 0 or more": "mask_token_id pard_token ptd_token_id markov_rank pure_draft_prefix_len",
     "a number above 0": "rope_theta partial_rotary_factor rms_norm_eps logit_scale",
     "true or false": "bias attention_bias mlp_bias qkv_bias tie_word_embeddings tie_weights scale_input norm_before_fc "

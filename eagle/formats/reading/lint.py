@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -87,10 +88,7 @@ def _list_dtypes(entries: list[TensorEntry]) -> list[str]:
 
 
 def check_numbers(head: HeadFolder, network: Network) -> Iterator[FoundFault]:
-    """Yield a fault for each tensor that is all zeros or not finite.
-
-    `network` is not read: all checks have the same arguments.
-    """
+    """Yield a fault for each tensor that is not finite, or all zeros where a new head of the network has others."""
     # our names by those in the file
     ours = {stored: name for name, stored in head.names.items()}
     for stored, entry in head.tensors.stored.items():
@@ -104,7 +102,9 @@ def check_numbers(head: HeadFolder, network: Network) -> Iterator[FoundFault]:
             yield report(faults.NOT_FINITE, name=stored, count=count, total=values.numel())
             continue
         # zeros are normal in a bias, and no fault in a tensor that is not the head's
-        may_be_zero = stored not in ours or ours[stored].endswith("bias") or not values.numel()
+        name = ours.get(stored, "bias")
+        is_zero_at_first = name.endswith("bias") or re.fullmatch(network.zero_at_first, name)
+        may_be_zero = is_zero_at_first or not values.numel()
         if not may_be_zero and not bool(values.any()):
             yield report(faults.ALL_ZEROS, name=stored)
 
