@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -63,12 +62,15 @@ def candidate_scores(
 
 
 def level_logits(head: Any, weights: Weights, state: Tensor, before: int, logits: Tensor) -> Tensor:
-    """Return [V], the logits of a level after a token: the candidates' scores, and minus infinity elsewhere."""
-    chosen = torch.full_like(logits, -math.inf)
+    """Return [V], the log-probs of a level after a token: the slot's, of which candidates divide theirs by scores."""
+    probs = logits.softmax(-1)
     scores = candidate_scores(head, weights, state, before, logits=logits)
+    shared = sum(probs[row] for row in scores)
+    norm = sum(score.exp() for score in scores.values())
+    chosen = probs.clone()
     for row, score in scores.items():
-        chosen[row] = score
-    return chosen
+        chosen[row] = shared * score.exp() / norm
+    return chosen.log()
 
 
 def selector_loss(

@@ -1,14 +1,12 @@
 """Candidates of the slots of a block: a slot's best tokens, among which a path is chosen slot by slot.
 
-A slot's candidates are the k tokens of its highest logits. Scores that depend on the path decide among them, so that
-a level's probs are those of its candidates, and 0 for all other tokens.
+A slot's candidates are the k tokens of its highest logits. Scores that depend on the path decide among them.
 """
 
 # A anchors, K levels, k candidates, R nodes of one level, B sequences, N rows, H hidden, V vocabulary
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,18 +29,22 @@ def pick_candidates(logits: Tensor, count: int) -> Candidates:
     return best.values, best.indices
 
 
-def spread_scores(scores: Tensor, tokens: Tensor, vocab_size: int) -> Tensor:
-    """Return the logits [.., V] of a level: the scores of its candidates, and minus infinity elsewhere.
+def insert_scores(logits: Tensor, candidates: Candidates, scores: Tensor) -> Tensor:
+    """Return the logits [.., V] of a level: the scores divide the candidates' part of the slot's own probs among them.
 
-    So the probs from which a token is sampled are those of the candidates, and verification stays exact.
+    All other tokens keep their probs. As published, they have none, which matters where drafts are ranked with the
+    target's noise: it may choose any token. The best candidate is the likeliest token in either way.
 
     Args:
+        logits: [.., V], the slot's own, of a shape that expands to that of the result.
+        candidates: The logits [.., k] and the tokens [.., k] of the candidates, which expand to the shape of `scores`.
         scores: [.., k], of the candidates.
-        tokens: [.., k], the candidates, of a shape that expands to that of `scores`.
-        vocab_size: V.
     """
-    logits = scores.new_full((*scores.shape[:-1], vocab_size), -math.inf)
-    return logits.scatter(-1, tokens.expand_as(scores), scores)
+    best, tokens = candidates
+    # log q(c) = log of the sum of the candidates' probs + log softmax of their scores, but for a constant
+    shares = best.logsumexp(-1, keepdim=True) + scores.log_softmax(-1)
+    logits = logits.expand(*scores.shape[:-1], -1).to(shares.dtype)
+    return logits.scatter(-1, tokens.expand_as(shares), shares)
 
 
 # -- training ---------------------------------------------------------------------------------------------------------
@@ -155,9 +157,9 @@ class CandidateLevels:
         """
         self.head = head
         self.states = states
-        logits = head.logits(states, head.target_head)  # [B, K, V]
-        self.vocab_size = logits.shape[-1]
-        self.slot_logits, self.tokens = pick_candidates(logits, head.settings.selector_top_k)
+        self.logits: Tensor = head.logits(states, head.target_head)  # [B, K, V]
+        # [B, K, k], of the candidates
+        self.best, self.tokens = pick_candidates(self.logits, head.settings.selector_top_k)
         roots = upload(torch.tensor([[request.root] for request in requests]), states.device)
         # [B, V], after the roots
         self.first = self._read_tokens(0, list(range(len(states))), roots)[:, 0]
@@ -185,10 +187,10 @@ class CandidateLevels:
         """Return the logits [B, R, V] after tokens [B, R], those of nodes of this depth; roots have depth 0."""
         # what follows nodes of depth d are the candidates of level d, which all nodes of a tree share
         level = slice(depth, depth + 1)
-        candidates = pick_rows(self.tokens[:, level], rows)  # [B, 1, k]
-        scores = self.head.score_candidates(
-            pick_rows(self.states[:, level], rows),
-            tokens,
-            (pick_rows(self.slot_logits[:, level], rows), candidates),
+        candidates = (
+            pick_rows(self.best[:, level], rows),  # [B, 1, k]
+            pick_rows(self.tokens[:, level], rows),
         )
-        return spread_scores(scores, candidates, self.vocab_size)
+        state = pick_rows(self.states[:, level], rows)
+        scores = self.head.score_candidates(state, tokens, candidates)  # [B, R, k]
+        return insert_scores(pick_rows(self.logits[:, level], rows), candidates, scores)

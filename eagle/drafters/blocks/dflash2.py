@@ -27,8 +27,8 @@ from eagle.drafters.blocks.candidates import (
     CandidateLogits,
     Candidates,
     RankingHead,
+    insert_scores,
     pick_candidates,
-    spread_scores,
 )
 from eagle.drafters.blocks.convolved_block import ConvolvedBlock
 from eagle.drafters.parts.decoder_block import STD
@@ -202,29 +202,14 @@ class DFlash2(ComparedBlocks):
         """Return the function that makes logits [.., V] of what `read_levels` returns, states and codes."""
         return partial(self._choose, target_head=target_head)
 
-    def complete_logits(self, target_head: TargetHead) -> Callable[[Tensor], Tensor]:
-        """Return the same with the slot's own probs for all tokens but the candidates, which share theirs.
-
-        The cross-entropy of `level_logits` with the target's probs would be infinite.
-        """
-        return lambda inputs: self.on_all_tokens(self._choose(inputs, target_head, complete=True))
-
-    def _choose(
-        self, states_and_codes: Tensor, target_head: TargetHead, complete: bool = False
-    ) -> Tensor:
-        """Return the logits [.., V] of states and codes [.., H + r]: the candidates' scores, else minus infinity.
-
-        With `complete` other tokens keep their probs. The selector then divides the sum of the candidates' probs.
-        """
+    def _choose(self, states_and_codes: Tensor, target_head: TargetHead) -> Tensor:
+        """Return the logits [.., V] of states and codes [.., H + r]: the slot's own, with the candidates' scores."""
         rank = self.settings.selector_rank
         state, code = states_and_codes.tensor_split([states_and_codes.shape[-1] - rank], dim=-1)
         logits = target_head.logits(state)
         best, candidates = pick_candidates(logits, self.settings.selector_top_k)
         scores = best + self.candidate_selector(code[..., None, :], candidates)[..., 0, :]
-        if complete:
-            shares = best.logsumexp(-1, keepdim=True) + scores.log_softmax(-1)
-            return logits.scatter(-1, candidates, shares.to(logits.dtype))
-        return spread_scores(scores, candidates, logits.shape[-1])
+        return insert_scores(logits, (best, candidates), scores)
 
 
 def tokens_before(batch: Batch, anchors: Anchors) -> Tensor:

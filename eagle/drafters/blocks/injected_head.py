@@ -320,10 +320,6 @@ class InjectedHead(CompiledParts, ReducedVocab, TrainableDrafter):
         """Return the function that makes logits [.., V] of what `read_levels` returns, for validation."""
         return self.lm_head(target_head).logits
 
-    def complete_logits(self, target_head: TargetHead) -> Callable[[Tensor], Tensor] | None:
-        """Return what makes logits for the cross-entropy in validation, if not `level_logits`; see `validate_batch`."""
-        return None
-
     def read_levels(
         self,
         batch: Batch,
@@ -486,13 +482,7 @@ class InjectedHead(CompiledParts, ReducedVocab, TrainableDrafter):
             # on the target's vocabulary, to compare them with the target's logits
             return self.on_all_tokens(student(state))
 
-        return validate_batch(
-            batch,
-            states,
-            ([logits] * len(states), target_head.logits),
-            trees,
-            complete=self.complete_logits(self.output_head(target_head)),
-        )
+        return validate_batch(batch, states, ([logits] * len(states), target_head.logits), trees)
 
     def draft_levels(
         self,

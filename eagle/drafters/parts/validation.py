@@ -38,7 +38,6 @@ def validate_sequence(
     supervised: Tensor,
     logits: tuple[Sequence[Logits], Logits],
     trees: dict[str, Paths],
-    complete: Logits | None = None,
 ) -> dict[str, Tensor]:
     """Return sums over the S supervised slots of one sequence of T tokens, as if a draft began at each of them.
 
@@ -53,7 +52,6 @@ def validate_sequence(
         logits: The LM heads: the draft head's of each step, and the target's.
         trees: Fixed trees, by name, whose acceptance is counted; a tree is the paths of its nodes, as ranks of children
             from the root.
-        complete: As in `validate_batch`.
 
     Returns:
         "slots", their number; "cross_entropy", "agreement" of the likeliest tokens and "overlap" sum min(p, q) of the
@@ -63,9 +61,7 @@ def validate_sequence(
     # slot i predicts token i + 2
     slots = supervised[2:].nonzero()[:, 0].to(tokens.device)
     # [S], the token that the target would choose after token i + 1, and the rank that the head gives it
-    chosen, ranks, sums = _compare(
-        states[0], target_hidden[slots + 1], students[0], teacher, complete
-    )
+    chosen, ranks, sums = _compare(states[0], target_hidden[slots + 1], students[0], teacher)
     # [T], the target's likeliest token after each token; only those after slots are read
     choices = torch.zeros_like(tokens)
     choices[slots + 1] = chosen
@@ -92,7 +88,9 @@ def validate_sequence(
             )
         for descent in descents.values():
             descent.advance(ranks, is_known)
-    return sums | _count_descents(descents)
+    for name, descent in descents.items():
+        sums[f"{name}/reached"], sums[f"{name}/accepted"] = descent.counts()
+    return sums
 
 
 def validate_batch(
@@ -100,7 +98,6 @@ def validate_batch(
     states: Sequence[Tensor],
     logits: tuple[Sequence[Logits], Logits],
     trees: dict[str, Paths],
-    complete: Logits | None = None,
 ) -> dict[str, Tensor]:
     """Return sums over the supervised slots of all sequences of a batch, as `validate_sequence` does for one.
 
@@ -113,8 +110,6 @@ def validate_batch(
             sequences [slots, width].
         logits: The LM heads: the draft head's of each step, and the target's.
         trees: Fixed trees, by name, whose acceptance is counted.
-        complete: Makes the draft head's logits of the first step for its cross-entropy, where it drafts other tokens at
-            each slot, so that those of `logits` are minus infinity at tokens that a peer can draft; None: no such head.
     """
     masks = batch.loss_mask.split(batch.lengths)
     # slot i predicts token i + 2
@@ -135,7 +130,6 @@ def validate_batch(
                 masks[index],
                 logits=logits,
                 trees=trees,
-                complete=complete,
             )
             sums = add_sums(sums, seq_sums)
     return sums
@@ -189,11 +183,7 @@ def _rank_in(logits: Tensor, wanted: Tensor) -> Tensor:
 
 
 def _compare(
-    states: Tensor,
-    target_hidden: Tensor,
-    student: Logits,
-    teacher: Logits,
-    complete: Logits | None,
+    states: Tensor, target_hidden: Tensor, student: Logits, teacher: Logits
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Compare the student's probs q with the teacher's p at N slots.
 
@@ -202,7 +192,6 @@ def _compare(
         target_hidden: The inputs of the teacher's LM head [N, width], which predict the same tokens.
         student: Makes the student's logits, minus infinity at tokens outside of its draft vocabulary.
         teacher: Makes the teacher's logits.
-        complete: Makes the student's logits for the cross-entropy; None: `student` does.
 
     Returns:
         The teacher's likeliest token at each slot [N], its rank among the student's [N], and sums over the slots: their
@@ -219,8 +208,6 @@ def _compare(
         target_probs = target_logits.float().softmax(-1)
         agreement = log_probs.argmax(-1) == target_probs.argmax(-1)
         overlap = torch.minimum(log_probs.exp(), target_probs).sum(-1)
-        if complete is not None:
-            log_probs = complete(states).float().log_softmax(-1)
         # The cross-entropy leaves out tokens outside of the draft vocabulary, whose log-probs are minus infinity, and
         # renormalises the target's probs. The clamp avoids 0 * infinity.
         target_probs = target_probs.masked_fill(log_probs.isneginf(), 0)
@@ -238,14 +225,6 @@ def _compare(
     sums = dict(zip(("cross_entropy", "agreement", "overlap"), terms, strict=True))
     # in the dtype of the other sums
     return chosen, ranks, {"slots": terms.new_tensor(len(states)), **sums}
-
-
-def _count_descents(descents: dict[str, _Descent]) -> dict[str, Tensor]:
-    """Return how many drafts reached each level of each tree, "NAME/reached", and were accepted, "NAME/accepted"."""
-    counts = {}
-    for name, descent in descents.items():
-        counts[f"{name}/reached"], counts[f"{name}/accepted"] = descent.counts()
-    return counts
 
 
 class _Descent:

@@ -149,10 +149,7 @@ def test_a_new_head_drafts_as_dflash_does() -> None:
     for (state, logits), (more, chosen) in zip(
         expected, new.draft_levels(batch, target_head, 3), strict=True
     ):
-        best = logits(state).topk(16)
-        got = chosen(more)
-        assert got.gather(1, best.indices).equal(best.values)
-        assert int(got.isfinite().sum()) == best.values.numel()
+        torch.testing.assert_close(chosen(more), logits(state), rtol=0, atol=1e-12)
 
 
 # -- drafts -----------------------------------------------------------------------------------------------------------
@@ -178,17 +175,17 @@ def test_trees_hold_the_likeliest_paths(nodes: int) -> None:
     features = text.features[:9, :-1]
     update = Committed(text.tokens[:9], features, 7)
     tree = head.begin().propose(update, Budget(nodes, 4, nodes, sharpness=1.0))
-    # all paths, of which a level has four times as many as the one above
     found: list[tuple[float, tuple[int, ...]]] = []
     paths: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
     for _ in range(4):
         grown = []
         for score, path in paths:
             log_probs = naive_tree(head, features, 7, list(path), target_head)
-            for token in log_probs.isfinite().nonzero()[:, 0].tolist():
-                grown.append((score + float(log_probs[token]), (*path, token)))
-        paths = grown
-        found += grown
+            for value, token in zip(*map(Tensor.tolist, log_probs.topk(nodes)), strict=True):
+                grown.append((score + value, (*path, token)))
+        # a child is no likelier than its parent, so that worse paths have no good children
+        paths = sorted(grown, reverse=True)[:nodes]
+        found += paths
     best = sorted(found, reverse=True)[:nodes]
     assert set(paths_of(tree)[1:]) == {path for _, path in best}
     assert tree.likelihoods is not None
@@ -221,7 +218,7 @@ def test_a_greedy_chain_walks_from_candidate_to_candidate() -> None:
 @pytest.mark.parametrize("sampling", drafting.LAW_SAMPLINGS, ids=["T=1", "top-p"])
 @pytest.mark.parametrize("budget", drafting.LAW_BUDGETS, ids=["chain", "published"])
 def test_sampled_candidates_keep_the_targets_law(budget: Budget, sampling: Any) -> None:
-    """Half of the tokens are never drafted, and the output has the distribution of the untouched model."""
+    """The selector chooses among half of the tokens, and the output has the distribution of the untouched model."""
     letters = make_letters()
     settings = {
         "kind": "dflash2",
@@ -255,12 +252,9 @@ def test_the_validated_cross_entropy_is_of_all_tokens() -> None:
         weights = head.state_dict()
         state = level_states(head, weights, features, text.tokens[root], target_head)[0]
         logits = target_head.logits(state)
-        scores = level_logits(head, weights, state, int(text.tokens[root]), logits=logits)
-        q = logits.softmax(-1)
-        is_candidate = scores.isfinite()
-        q = torch.where(is_candidate, scores.softmax(-1) * q[is_candidate].sum(), q)
+        log_q = level_logits(head, weights, state, int(text.tokens[root]), logits=logits)
         p = target_head.logits(text.features[root, -1]).softmax(-1)
-        terms.append(-(p * q.log()).sum())
+        terms.append(-(p * log_q).sum())
     sums = head.validate(batch, target_head, {"chain": chain_paths(2)})
     assert len(terms) == int(sums["slots"])
     # validation compares in fp32
