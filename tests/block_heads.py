@@ -11,6 +11,8 @@ from tests import foreign_heads as made
 from tests.block_layouts import (
     DOMINO_SHAPES,
     MARKOV_SHAPES,
+    SELECTOR,
+    SELECTOR_SHAPES,
     block_shapes,
     injected_shapes,
     refiner_shapes,
@@ -40,6 +42,8 @@ SLIDING = {
     "use_sliding_window": True,
     "sliding_window": 9,
 }
+# all layers slide
+FAR = {**SLIDING, "layer_types": ["sliding_attention"] * 2}
 # by the outputs of layers, where ours are named by inputs: taps 2, 4 and 6
 OUTPUTS = {"mask_token_id": 3, "target_layer_ids": [1, 3, 5]}
 
@@ -95,6 +99,38 @@ def speculators(kind: str = "dflash", **changed: Any) -> made.Head:
         **changed,
     }
     return config, fill(injected_shapes())
+
+
+def dflash2(**changed: Any) -> made.Head:
+    """DFlash2 of z-lab, whose block size stands among its nested keys."""
+    config, tensors = zlab(
+        architectures=["DFlash2DraftModel"],
+        dflash_config={"block_size": 4, **SELECTOR, **changed},
+    )
+    del config["block_size"]
+    return config, {**tensors, **fill(SELECTOR_SHAPES)}
+
+
+def dflash2_modules() -> made.Head:
+    """The same with the selector's tables as modules."""
+    config, tensors = dflash2()
+    renamed = {}
+    for name, tensor in tensors.items():
+        renamed[f"{name}.weight" if name.endswith("codebook") else name] = tensor
+    return config, renamed
+
+
+def speculators_dflash2(**changed: Any) -> made.Head:
+    """That of speculators, whose slots see their whole block by default."""
+    config, tensors = speculators(
+        "dflash2",
+        architectures=["DFlash2DraftModel"],
+        transformer_layer_config=FAR,
+        **SELECTOR,
+        **changed,
+    )
+    del config["sliding_window_non_causal"]
+    return config, {**tensors, **fill(SELECTOR_SHAPES)}
 
 
 def peagle(**changed: Any) -> made.Head:
@@ -349,6 +385,23 @@ LAYOUTS: dict[str, tuple[made.Head, str, dict[str, Any]]] = {
         speculators(sample_from_anchor=True),
         "speculators",
         {"sample_from_anchor": True},
+    ),
+    "DFlash2": (
+        dflash2(),
+        "z-lab/dflash",
+        {"slots": 4, **SELECTOR, "sample_from_anchor": False, "causal": False},
+    ),
+    # factors that change nothing
+    "DFlash2, factors": (
+        dflash2(output_multiplier=1.0, input_embedding_scale=1, final_logit_softcapping=None),
+        "z-lab/dflash",
+        SELECTOR,
+    ),
+    "DFlash2, modules": (dflash2_modules(), "z-lab/dflash", SELECTOR),
+    "DFlash2, speculators": (
+        speculators_dflash2(),
+        "speculators",
+        {**SELECTOR, "window": Window(recent=9), "window_end": "root", "causal": False},
     ),
     # three kinds of Markov heads
     "DSpark": (

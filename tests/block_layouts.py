@@ -214,6 +214,35 @@ DOMINO_SHAPES = {
     "embed_proj.0.weight": (4, H + 8),
     "embed_proj.2.weight": (V, 4),
 }
+# two convolutions of two taps in each block, with four groups of four channels, and codes of width 3
+SELECTOR_SHAPES: Shapes = {
+    "candidate_selector.predecessor_codebook": (V, 3),
+    "candidate_selector.successor_codebook": (V, 3),
+    "candidate_selector.hidden_projection.weight": (3, H),
+}
+for layer in range(BLOCKS):
+    for part in ("attention_conv", "mlp_conv"):
+        SELECTOR_SHAPES[f"layers.{layer}.{part}.base_kernel"] = (2, 2, H)
+        SELECTOR_SHAPES[f"layers.{layer}.{part}.kernel_projection.weight"] = (2 * 2 * H // 4, H)
+DFLASH2_SHAPES = {**injected_shapes(), **SELECTOR_SHAPES}
+SELECTOR = {
+    "conv_kernel_size": 2,
+    "conv_group_size": 4,
+    "selector_rank": 3,
+    "selector_top_k": 5,
+}
+DFLASH2_CONFIG = {
+    **ZLAB_CONFIG,
+    "architectures": ["DFlash2DraftModel"],
+    "dflash_config": {**ZLAB_CONFIG["dflash_config"], "block_size": 6, **SELECTOR},
+}
+SPECULATORS_DFLASH2 = {
+    **SPECULATORS_DFLASH,
+    "architectures": ["DFlash2DraftModel"],
+    "speculators_model_type": "dflash2",
+    **SELECTOR,
+    "speculators_config": proposing("dflash2", 5),
+}
 DOMINO_CONFIG = {
     **QWEN3,
     "architectures": ["DominoDraftModel"],
@@ -283,6 +312,11 @@ GOLDEN: dict[tuple[str, str], tuple[Shapes, dict[str, Any]]] = {
     ("specforge", "dflash"): (injected_shapes(), ZLAB_CONFIG),
     ("trtllm", "dflash"): (injected_shapes(), ZLAB_CONFIG),
     ("speculators", "dflash"): (injected_shapes(), SPECULATORS_DFLASH),
+    ("zlab", "dflash2"): (DFLASH2_SHAPES, DFLASH2_CONFIG),
+    ("vllm", "dflash2"): (DFLASH2_SHAPES, DFLASH2_CONFIG),
+    ("sglang", "dflash2"): (DFLASH2_SHAPES, DFLASH2_CONFIG),
+    ("llamacpp", "dflash2"): (DFLASH2_SHAPES, DFLASH2_CONFIG),
+    ("speculators", "dflash2"): (DFLASH2_SHAPES, SPECULATORS_DFLASH2),
     ("deepspec", "dflash from the anchor"): ({**injected_shapes(), **BOTH_COPIES}, DEEPSPEC_CONFIG),
     ("speculators", "peagle"): (
         {**FUSED_SHAPES, "embed_tokens.weight": (V, H)},

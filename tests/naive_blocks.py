@@ -15,8 +15,9 @@ from torch import Tensor
 from eagle.core.drafter import TargetHead
 from eagle.core.examples import Example
 from tests.drafters.parts.test_objectives_kinds import FORMULAS
+from tests.naive_dflash2 import convolve, selector_loss
 from tests.naive_divisors import Term, divide_terms
-from tests.naive_layers import Weights, attend, finish_block, project_heads, rms
+from tests.naive_layers import Weights, attend, project_heads, rms
 
 
 def block_states(
@@ -42,7 +43,8 @@ def block_states(
     for index in range(settings.blocks):
         layer = f"layers.{index}."
         projections = f"{layer}self_attn."
-        own = rms(x, weights[f"{layer}input_layernorm.weight"], eps)
+        normed = rms(x, weights[f"{layer}input_layernorm.weight"], eps)
+        own = convolve(weights, f"{layer}attention_conv.", normed, normed, side=0)
         rows = torch.cat([context, own])
         # the text gives keys and values to every layer, and no queries
         query = project_heads(
@@ -51,7 +53,14 @@ def block_states(
         key = project_heads(weights, f"{projections}k_", rows, head.shape, positions=positions)
         value = project_heads(weights, f"{projections}v_", rows, head.shape)
         attention = attend(query, key, value, seen_keys(settings, index, length))
-        x = finish_block(weights, layer, x, attention, eps=eps)
+        attention = F.linear(attention, weights[f"{projections}o_proj.weight"])
+        x = x + convolve(weights, f"{layer}attention_conv.", normed, attention, side=1)
+        normed = rms(x, weights[f"{layer}post_attention_layernorm.weight"], eps)
+        own = convolve(weights, f"{layer}mlp_conv.", normed, normed, side=0)
+        gate = F.linear(own, weights[f"{layer}mlp.gate_proj.weight"])
+        up = F.linear(own, weights[f"{layer}mlp.up_proj.weight"])
+        mlp = F.linear(F.silu(gate) * up, weights[f"{layer}mlp.down_proj.weight"])
+        x = x + convolve(weights, f"{layer}mlp_conv.", normed, mlp, side=1)
     return rms(x, weights["norm.weight"], eps)
 
 
@@ -140,7 +149,8 @@ def naive_loss(
         ]
         # a head with a draft vocabulary knows its tokens alone, and the target's law is cut to them
         drafts = draft_tokens(head)
-        q = target_head.logits(states)[:, drafts].softmax(-1)
+        logits = target_head.logits(states)[:, drafts]
+        q = logits.softmax(-1)
         p = target_head.logits(text.features[root : root + reached, -1])[:, drafts].softmax(-1)
         tokens = text.tokens[root + 1 : root + 1 + reached].tolist()
         inside = torch.tensor([token in drafts for token in tokens])
@@ -155,6 +165,9 @@ def naive_loss(
         if settings.loss == "tokens":
             # no label is outside of the vocabulary; the level counts in the mean all the same
             losses = torch.where(inside, losses, 0.0)
+        labels = torch.where(inside, torch.tensor(tokens), -1)
+        before = text.tokens[root : root + reached]
+        losses = losses + selector_loss(head, weights, states, before, labels, logits=logits)
         for level in range(reached):
             terms.append((0, level, level_weights[level], losses[level]))
         begins += 1

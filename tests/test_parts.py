@@ -54,6 +54,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "eagle3": {"steps": 3},
     "peagle": {"blocks": 1, "depths": 4},
     "dflash": {"blocks": 1, "slots": 4, "anchors": 6},
+    "dflash2": {"blocks": 1, "slots": 4, "anchors": 6, "selector_rank": 4, "selector_top_k": 6},
     "dspark": {"blocks": 1, "slots": 4, "anchors": 6, "rank": 4},
     "xpress": {"blocks": 1, "slots": 4, "anchors": 6, "rank": 4},
     "spire": {"blocks": 1, "stride": 2, "steps": 3},
@@ -77,6 +78,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     # weights that follow the head's own probs need a count of all chunks
     ("dflash", {"loss": "tokens", "d_pace": True}),
     ("dflash", {"loss": "tokens", "d_pace": True, "divisor": "reached"}),
+    ("dflash2", {"loss": "tokens", "d_pace": True}),
     ("dspark", {"markov": "rnn"}),
     ("dspark", {"markov": "domino", "gru_size": 4}),
     ("dspark", {"confidence": False, "sample_from_anchor": False}),

@@ -4,6 +4,7 @@ from typing import Any
 
 from eagle.core.drafter import TrainableDrafter
 from eagle.drafters.blocks.dflash import DFlash
+from eagle.drafters.blocks.dflash2 import DFlash2
 from eagle.drafters.blocks.dspark import DSpark
 from eagle.drafters.blocks.peagle import Peagle
 from eagle.drafters.blocks.xpress import XPress
@@ -54,6 +55,7 @@ DRAFTERS = Methods(
         "early_exit_adapter": EarlyExitAdapter,
         "spire": Spire,
         "dflash": DFlash,
+        "dflash2": DFlash2,
         "peagle": Peagle,
         "mtp": Mtp,
         "dspark": DSpark,

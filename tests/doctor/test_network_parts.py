@@ -59,6 +59,13 @@ SECTIONS: dict[str, dict[str, Any]] = {
         "rank": 8,
         "taps": (1, 2),
     },
+    "dflash2": {
+        "kind": "dflash2",
+        "blocks": 1,
+        "slots": 4,
+        "selector_rank": 8,
+        "taps": (1, 2),
+    },
     "mtp": {"kind": "mtp", "start": "random"},
     "medusa": {"kind": "medusa", "levels": 3},
 }
@@ -216,6 +223,11 @@ FAULTS: list[tuple[str, Edit, str]] = [
         "xpress",
         swap("refiner_head.down_h.weight", "refiner_head.down_g.weight"),
         "refiner_head.down_h and",
+    ),
+    (
+        "dflash2",
+        swap("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook"),
+        "candidate_selector.predecessor_codebook and",
     ),
     ("mtp", swap_halves("eh_proj.weight"), "eh_proj takes [state; embedding], expected"),
     ("medusa", swap("blocks.0.0.weight", "blocks.2.0.weight"), ""),

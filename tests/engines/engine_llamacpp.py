@@ -20,6 +20,7 @@ PROGRAMS = HOME / "build/bin"
 # what the engine calls drafts of a head, by the head's architecture
 KINDS = {
     "DFlashDraftModel": "draft-dflash",
+    "DFlash2DraftModel": "draft-dflash",
     "Qwen3DSparkModel": "draft-dspark",
     "Glm4MoeForCausalLM": "draft-mtp",
 }

@@ -16,6 +16,7 @@ from eagle.core.drafter import Committed, Drafter
 from eagle.core.trace import Trace
 from eagle.core.verify import Sampling
 from eagle.decoding.loop import Decoding
+from eagle.drafters.blocks.convolved_block import GroupedConv
 from eagle.formats.checkpoint import load_drafter
 from eagle.target.target import Target
 
@@ -75,7 +76,11 @@ def fit_block(drafter: Any, depth: int) -> None:
     settings: Any = getattr(drafter, "settings", None)
     if hasattr(settings, "slots"):
         slots = depth + (not settings.sample_from_anchor)
-        drafter.settings = settings.model_copy(update={"slots": min(slots, settings.slots)})
+        slots = min(slots, settings.slots)
+        drafter.settings = settings.model_copy(update={"slots": slots})
+        for module in drafter.modules():
+            if isinstance(module, GroupedConv):
+                module.slots = slots
 
 
 def blank_first_token(drafter: Any, target: Target) -> None:

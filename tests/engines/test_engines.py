@@ -44,7 +44,7 @@ HEADS = {
     "llamacpp": ["eagle3-full", "eagle3"],
 }
 # their guesses may depend on the length of the draft, so they draft two lengths
-BLOCKS = {"vllm": ["peagle", "dflash", "dspark"], "llamacpp": ["dflash", "dspark"]}
+BLOCKS = {"vllm": ["peagle", "dflash", "dspark"], "llamacpp": ["dflash", "dflash2", "dspark"]}
 # an MTP layer is read only in the files of a family's own models
 MTP = {"vllm": list(FAMILIES), "llamacpp": ["glm"]}
 CASES = [
@@ -67,7 +67,7 @@ TREE = Budget(10, 4, 4)
 COUNT = 48
 
 # acceptance lengths that show that a head has learned; of other heads 2
-LEAST = {"medusa": 1.4, "peagle": 1.4, "dflash": 1.4, "dspark": 1.4}
+LEAST = {"medusa": 1.4, "peagle": 1.4, "dflash": 1.4, "dflash2": 1.4, "dspark": 1.4}
 
 Prove = Callable[..., Comparison]
 Spoil = Callable[[dict[str, Any], dict[str, torch.Tensor]], object]

@@ -34,6 +34,8 @@ SLOTS = 6
 BLOCKS = 2
 TAPS = (2, 4, 6)
 BLOCK = {"slots": SLOTS, "blocks": BLOCKS}
+# small tables, so that their products with states are not small
+DFLASH2 = {**BLOCK, "sample_from_anchor": False, "selector_rank": 12, "selector_top_k": 7}
 DSPARK = {**BLOCK, "sample_from_anchor": True, "markov": "vanilla"}
 # the depths that a head is read with, whatever it was trained for
 PEAGLE = {"depths": 8, "blocks": BLOCKS}
@@ -41,6 +43,12 @@ PEAGLE = {"depths": 8, "blocks": BLOCKS}
 HEADS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("dflash", {"sample_from_anchor": False}, {**BLOCK, "sample_from_anchor": False}),
     ("dflash", {"sample_from_anchor": True}, {**BLOCK, "sample_from_anchor": True}),
+    ("dflash2", {"selector_rank": 12, "selector_top_k": 7}, DFLASH2),
+    (
+        "dflash2",
+        {"conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 12, "selector_top_k": 7},
+        {**DFLASH2, "conv_kernel_size": 3, "conv_group_size": 8},
+    ),
     ("dspark", {}, DSPARK),
     ("dspark", {"markov_head_type": "gated"}, {**DSPARK, "markov": "gated"}),
     ("dspark", {"markov_head_type": "rnn"}, {**DSPARK, "markov": "rnn"}),
@@ -76,13 +84,32 @@ def write_inputs(folder: Path) -> None:
 
 
 @torch.no_grad()
-def compute_logits(head: Any, folder: Path) -> Tensor:
-    """Return [levels, S, V] at all slots, by the same weights."""
+def compute_logits(head: Any, folder: Path) -> tuple[Tensor, Tensor]:
+    """Return [levels, S, V] at all slots, by the same weights, and the logits that the states alone have."""
     inputs = load_file(folder / "inputs")
     text = Example(inputs["tokens"], torch.arange(LENGTH) >= 2, inputs["features"])
     batch = collate([text], head.taps)
-    levels = head.eval().draft_levels(batch, load_target(folder).head, SLOTS)
-    return torch.stack([logits(states) for states, logits in levels])
+    target_head = load_target(folder).head
+    levels = head.eval().draft_levels(batch, target_head, SLOTS)
+    chosen = torch.stack([logits(states) for states, logits in levels])
+    return chosen, torch.stack([target_head.logits(states[:, :WIDTH]) for states, _ in levels])
+
+
+def compare_candidates(ours: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the log-probs [E, V] among the candidates of both sides; other tokens cannot be drafted there."""
+    is_candidate = theirs > -100
+    laws = []
+    for logits in (ours, theirs):
+        log_probs = logits.masked_fill(~is_candidate, -100).log_softmax(-1)
+        laws.append(log_probs.where(is_candidate, 0))
+    return laws[0], laws[1]
+
+
+def compare_plain(ours: Tensor, theirs: dict[str, Tensor], has_slot: Tensor) -> list[float]:
+    """Return the difference of the logits before DFlash2's selector; nothing for other methods."""
+    if "slot_logits" not in theirs:
+        return []
+    return [largest_difference(ours, theirs["slot_logits"][has_slot])]
 
 
 @pytest.mark.engine
@@ -103,15 +130,19 @@ def test_logits_are_those_of_speculators(
 
     assert {name: getattr(head.settings, name) for name in expected} == expected
 
-    ours = compute_logits(head, tmp_path)
+    ours, plain = compute_logits(head, tmp_path)
     # the text's last token has none after it
     has_slot = theirs["slots"] < ours.shape[1]
     levels = theirs["levels"][has_slot]
     slots = theirs["slots"][has_slot]
     logits = theirs["logits"][has_slot]
+    found = ours[levels, slots]
+    if kind == "dflash2":
+        found, logits = compare_candidates(found, logits)
     # [E] the largest difference of each guess
-    apart = (ours[levels, slots] - logits).abs().amax(1)
+    apart = (found - logits).abs().amax(1)
     differences = [float(apart[levels == level].max()) for level in range(len(ours))]
+    differences += compare_plain(plain[levels, slots], theirs, has_slot)
     # vLLM, which reads such folders, does not know the norms of P-EAGLE's taps
     if "fc_norm" not in settings:
         target = load_target(tmp_path)

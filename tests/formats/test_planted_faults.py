@@ -81,6 +81,12 @@ HEADS = {
         norm="hidden_norm.weight",
         wrong_taps=WRONG_OUTPUTS,
     ),
+    "a DFlash2 head": Planted(
+        block_heads.dflash2(),
+        filled="candidate_selector.predecessor_codebook",
+        norm="layers.1.post_attention_layernorm.weight",
+        wrong_taps=WRONG_OUTPUTS,
+    ),
     "a DSpark head": Planted(
         block_heads.dspark(),
         filled="markov_head.markov_w1.weight",

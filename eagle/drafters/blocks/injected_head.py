@@ -143,9 +143,13 @@ class InjectedHead(CompiledParts, ReducedVocab, TrainableDrafter):
         self.fc = nn.Linear(len(self.taps) * width, width, bias=False)
         self.hidden_norm = Norm(width, shape.rms_norm_eps)
         self.norm = Norm(width, shape.rms_norm_eps)
-        self.layers: Any = nn.ModuleList([NormedBlock(shape) for _ in range(settings.blocks)])
+        self.layers: Any = nn.ModuleList([self.make_block(shape) for _ in range(settings.blocks)])
         self.rotary = Rotary(shape)
         self.add_tables(shape)
+
+    def make_block(self, shape: HeadShape) -> NormedBlock:
+        """Return a new transformer block of the head, by its settings and sizes."""
+        return NormedBlock(shape)
 
     @classmethod
     def taps_for(cls, settings: InjectedSettings, target_config: Any) -> tuple[int, ...]:
@@ -316,6 +320,10 @@ class InjectedHead(CompiledParts, ReducedVocab, TrainableDrafter):
     def lm_head(self, target_head: TargetHead) -> LanguageHead:
         """Return the LM head that reads what `read_levels` returns; here the target's, as that returns states alone."""
         return target_head
+
+    def level_logits(self, target_head: TargetHead) -> Callable[[Tensor], Tensor]:
+        """Return the function that makes logits [.., V] of what `read_levels` returns, for validation."""
+        return self.lm_head(target_head).logits
 
     def read_levels(
         self,
@@ -509,8 +517,8 @@ class InjectedHead(CompiledParts, ReducedVocab, TrainableDrafter):
             )
         )
         level_states = self.read_levels(batch, anchors, states, target_head)
-        head = self.lm_head(self.output_head(target_head))
-        return [(state, head.logits) for state in level_states.unbind(1)[:levels]]
+        logits = self.level_logits(self.output_head(target_head))
+        return [(state, logits) for state in level_states.unbind(1)[:levels]]
 
     # -- drafting -----------------------------------------------------------------------------------------------------
 

@@ -300,9 +300,9 @@ class Block(nn.Module):
         causal), and `cache` the KV cache when drafting.
         """
         hidden, residual = self.inputs(x)
-        return self.add_mlp(residual + self.self_attn(hidden, rotary, mask, cache), cache)
+        return self.add_attention(self.self_attn(hidden, rotary, mask, cache), residual, cache)
 
-    def inputs(self, x: Tensor) -> tuple[Tensor, ...]:
+    def inputs(self, x: Tensor) -> tuple[Any, ...]:
         """Return attention's input, and the residual to which attention's output is added.
 
         Both are x here, as this block has no input norm. Subclasses return other tensors. `x` [.., width] is the
@@ -325,6 +325,16 @@ class Block(nn.Module):
         `inputs` are what the method of that name returned: attention's input and the residual.
         """
         return self.self_attn.q_proj(inputs[0]), inputs[1]
+
+    def add_attention(self, attended: Tensor, residual: Any, cache: Cache | None = None) -> Tensor:
+        """Return the block's output: attention's output plus the residual, and the MLP with its own.
+
+        Args:
+            attended: The output of attention, projected, [.., hidden size].
+            residual: What `inputs` returned beside attention's input: here a tensor [.., hidden size].
+            cache: As in `add_mlp`.
+        """
+        return self.add_mlp(residual + attended, cache)
 
     def add_mlp(self, x: Tensor, cache: Cache | None = None) -> Tensor:
         """Return x + MLP(norm(x)), the second half of the block.

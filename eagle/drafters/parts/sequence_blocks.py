@@ -218,7 +218,7 @@ def add_rows(block: Block, heads: Tensor, residual: Tensor) -> Tensor:
         residual: [S, hidden size], to which the projected output is added.
     """
     attended = heads.transpose(0, 1).flatten(1)
-    return block.add_mlp(residual + block.self_attn.o_proj(attended))
+    return block.add_attention(block.self_attn.o_proj(attended), residual)
 
 
 def probe_read(

@@ -14,6 +14,7 @@ from eagle.formats.layout import Layout, TargetConfig, rotary_of
 from eagle.formats.networks.block_layouts import (
     DEEPSPEC_STYLES,
     DFLASH,
+    DFLASH2,
     DSPARK,
     SPECFORGE_STYLES,
     SPECULATORS_STYLES,
@@ -239,11 +240,11 @@ ZLAB = Engine(
     name="zlab",
     title="z-lab/dflash",
     networks={
-        DFLASH: InjectedLayout(
-            """```python
-from dflash.model import DFlashDraftModel  # of z-lab/dflash
+        network: InjectedLayout(
+            f"""```python
+from dflash.model import {model}  # of z-lab/dflash
 
-draft = DFlashDraftModel.from_pretrained("HEAD")
+draft = {model}.from_pretrained("HEAD")
 ```
 
 Its package 0.1.0 reads windows and `is_causal`. Older code always lets a slot see its whole block and context.
@@ -253,6 +254,7 @@ Its heads say here what they say there; generation by that code was not run by t
             reads_causal=True,
             reads_window=True,
         )
+        for network, model in ((DFLASH, "DFlashDraftModel"), (DFLASH2, "DFlash2DraftModel"))
     },
     scalings=None,
 )
@@ -293,7 +295,11 @@ Its heads say here what they say there; generation by that code was not run by t
             styles=styles,
             reads_window=True,
         )
-        for network, styles in ((DFLASH, ZLAB_STYLES), (DSPARK, SPECFORGE_STYLES))
+        for network, styles in (
+            (DFLASH, ZLAB_STYLES),
+            (DFLASH2, ZLAB_STYLES),
+            (DSPARK, SPECFORGE_STYLES),
+        )
     },
     scalings=None,
 )
@@ -393,10 +399,12 @@ SPECULATORS = Engine(
                 reads_window=True,
                 frees_windows=True,
                 trains_at_root=True,
-                reads_draft_vocab=True,
+                # DFlash2 drafts the whole vocabulary there
+                reads_draft_vocab=network != DFLASH2,
             )
             for network, guide in (
                 (DFLASH, explain_serving(DFLASH, SPECULATORS_BLOCKS, cpu=False)),
+                (DFLASH2, explain_serving(DFLASH, SPECULATORS_BLOCKS, cpu=False)),
                 (DSPARK, explain_serving(DSPARK, SPECULATORS_BLOCKS, cpu=False)),
                 (XPRESS, SPECULATORS_REFINED),
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from eagle.formats.engines.engine import SCALINGS, Engine
 from eagle.formats.networks.block_layouts import (
     DFLASH,
+    DFLASH2,
     DOMINO_STYLES,
     DSPARK,
     MARKOV_KINDS,
@@ -62,6 +63,10 @@ vLLM 0.33.0, the first that reads XPress, by its V2 model runner alone, and that
 likeliest path whatever the temperature is. It compares the 512 likeliest tokens of the unrefined logits, and with
 `"xpress_topc": 0` in the command all of them, as this project does. The first slot of a block reads the root there, and
 here the token before the root, as in training.
+
+Not run by this project: names, shapes and keys are those of vLLM's source."""
+VLLM_SELECTOR = """vLLM 0.32.0 and 0.33.0, by their V2 model runner alone, and that needs Triton, which is to say a GPU.
+A block is that many masks and the root: a block shorter than the head was trained with guesses otherwise.
 
 Not run by this project: names, shapes and keys are those of vLLM's source."""
 VLLM_IN_TARGET = """```sh
@@ -157,6 +162,12 @@ VLLM = Engine(
             reads_window=True,
             reads_draft_vocab=True,
         ),
+        DFLASH2: InjectedLayout(
+            explain_serving("dflash", VLLM_SELECTOR, cpu=False),
+            styles=ZLAB_STYLES,
+            reads_causal=True,
+            reads_window=True,
+        ),
         DSPARK: InjectedLayout(
             explain_serving("dspark", VLLM_SECOND_RUNNER, cpu=False),
             styles=VANILLA_STYLES,
@@ -223,12 +234,15 @@ SGLANG = Engine(
         FUSED: FusedLayout(
             SGLANG_SERVE.replace("METHOD", "EAGLE3"), switches=("fc_norm", "norm_output")
         ),
-        DFLASH: InjectedLayout(
-            SGLANG_BLOCKS.replace("METHOD", "DFLASH").replace("MORE", ""),
-            styles=ZLAB_STYLES,
-            reads_causal=True,
-            reads_window=True,
-        ),
+        **{
+            network: InjectedLayout(
+                SGLANG_BLOCKS.replace("METHOD", "DFLASH").replace("MORE", ""),
+                styles=ZLAB_STYLES,
+                reads_causal=True,
+                reads_window=True,
+            )
+            for network in (DFLASH, DFLASH2)
+        },
         DSPARK: InjectedLayout(
             SGLANG_BLOCKS.replace("METHOD", "DSPARK").replace(
                 "MORE", " A Domino head's algorithm is `DFLASH`."
@@ -362,11 +376,14 @@ LLAMACPP = Engine(
             switches=("norm_before_residual",),
             reads_embedding=True,
         ),
-        DFLASH: InjectedLayout(
-            LLAMACPP_SERVE.replace("METHOD", "dflash") + LLAMACPP_BLOCK,
-            styles=ZLAB_STYLES,
-            reads_causal=True,
-        ),
+        **{
+            network: InjectedLayout(
+                LLAMACPP_SERVE.replace("METHOD", "dflash") + LLAMACPP_BLOCK,
+                styles=ZLAB_STYLES,
+                reads_causal=True,
+            )
+            for network in (DFLASH, DFLASH2)
+        },
         DSPARK: InjectedLayout(
             LLAMACPP_SERVE.replace("METHOD", "dspark") + LLAMACPP_BLOCK,
             styles=VANILLA_STYLES,

@@ -1,7 +1,8 @@
-"""The networks of DFlash, DSpark, Domino and XPress: blocks over injected states; tensor names are ours everywhere."""
+"""The networks of block heads (DFlash, DFlash2, DSpark, Domino, XPress); tensor names are ours everywhere."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -11,6 +12,7 @@ from eagle.formats.layout import Config
 from eagle.formats.networks.block_layouts import (
     CONFIDENCE,
     DFLASH,
+    DFLASH2,
     DOMINO_INPUT,
     DSPARK,
     FULL,
@@ -18,6 +20,7 @@ from eagle.formats.networks.block_layouts import (
     MARKOV,
     REFINER,
     REFINER_MLP,
+    SELECTOR_KEYS,
     SLIDING,
     VLLM_REFINER,
     XPRESS,
@@ -51,6 +54,17 @@ SPECFORGE = "sgl-project/SpecForge"
 DFLASH_NAMES = keep_names(
     *("layers.#.*", "fc.weight", "hidden_norm.weight", "norm.weight", EMBEDDING, OUTPUT, *INDICES)
 )
+# DFlash2's convolutions are among its layers' tensors
+PREDECESSORS = "candidate_selector.predecessor_codebook"
+SUCCESSORS = "candidate_selector.successor_codebook"
+KERNEL = "layers.0.attention_conv.base_kernel"
+KERNEL_PROJECTION = "layers.0.attention_conv.kernel_projection.weight"
+DFLASH2_NAMES = {
+    **DFLASH_NAMES,
+    **keep_names(PREDECESSORS, SUCCESSORS, "candidate_selector.hidden_projection.weight"),
+}
+# as modules of their own
+CODEBOOK_NAMES = {name: f"{name}.weight" for name in (PREDECESSORS, SUCCESSORS)}
 DSPARK_NAMES = {
     **DFLASH_NAMES,
     **keep_names("markov_head.*", "confidence_head.*", "prefix_gru.*", "embed_proj.*"),
@@ -66,9 +80,9 @@ FLAT_NAMES = {
 }
 FOREIGN_KEYS = (  # of any section, which change what is computed
     *("attention_value_scale", "attention_sink_bias", "add_swa_attention_sink_bias"),
-    *("conv_kernel_size", "selector_rank", "output_multiplier"),
-    *("final_logit_softcapping", "input_embedding_scale"),
+    *("output_multiplier", "final_logit_softcapping", "input_embedding_scale"),
 )
+FACTORS = {"output_multiplier": 1, "input_embedding_scale": 1}  # the values that change nothing
 MODELOPT_KEYS = {"use_swa", "use_confidence_head"}  # which ModelOpt alone writes
 MASK_ROW = "mask_embedding.pt"  # holds a trained embedding of the mask token
 # how `inspect` prints which token a slot of a block predicts
@@ -107,7 +121,8 @@ def _read_blocks(head: HeadFolder, anchor_key: str, predicts_next: bool) -> Conf
             "read the target's row",
             "Serve it with vLLM, which reads that file",
         )
-    slots = head.nested.read("block_size") or keys.read("block_size")
+    # the nested one, which z-lab's code reads, comes last
+    slots = next(reversed(_read_both(head, "block_size")), None)
     if slots is None:
         head.problem("config.json: no block_size, the slots of a block", FROM_RUN)
     return {
@@ -145,9 +160,11 @@ def _list_refused(head: HeadFolder) -> dict[str, bool]:
     # without layer_types, readers differ in which layers slide
     is_open = bool(block.read("use_sliding_window")) and not (types or nested.read("use_swa"))
     width = keys.read("target_hidden_size")
+    # only DFlash2 has convolutions and a selector
+    foreign = FOREIGN_KEYS if head.method == DFLASH2 else (*FOREIGN_KEYS, *SELECTOR_KEYS)
     # keys that do not matter, or that other functions read, must not count as unknown
     head.mark_handled(
-        "tie_word_embeddings", "attention_bias", "mlp_bias", "sliding_window", *FOREIGN_KEYS
+        *("tie_word_embeddings", "attention_bias", "mlp_bias", "sliding_window", *foreign)
     )
     keys.handled |= {
         "quantization_config",
@@ -160,11 +177,14 @@ def _list_refused(head: HeadFolder) -> dict[str, bool]:
         "layer_types": bool(types - {FULL, SLIDING}) or is_open,
         "target_hidden_size": width not in (None, head.shape["hidden_size"]),
         "quantization_config": bool(keys.values.get("quantization_config")),
-        **{
-            name: any(section.values.get(name) for section in head.sections)
-            for name in FOREIGN_KEYS
-        },
+        **{name: _is_stated(head, name) for name in foreign},
     }
+
+
+def _is_stated(head: HeadFolder, name: str) -> bool:
+    """Return whether a section of the config has a value for this key that changes what is computed."""
+    values = [section.values.get(name) for section in head.sections]
+    return any(value and value != FACTORS.get(name) for value in values)
 
 
 def _read_draft_vocab(head: HeadFolder) -> int | None:
@@ -219,6 +239,9 @@ def _read_window(head: HeadFolder, blocks: int) -> Config:
     if indices and size is None:
         head.problem("config.json: layers slide, and no sliding_window says how far", FROM_RUN)
     non_causal = keys.read("sliding_window_non_causal")
+    # speculators has another default for DFlash2
+    if non_causal is None and head.layout == SPECULATORS:
+        non_causal = head.method == DFLASH2
     causal = _first_not_none(block.read("is_causal"), keys.read("is_causal"), nested.read("causal"))
     # no window: without a key all slots of a block see one another
     if not indices or size is None:
@@ -345,6 +368,41 @@ def _read_mask(head: HeadFolder) -> int:
 def _first_not_none(*values: Any) -> Any:
     """Return the first value that is not None."""
     return next((value for value in values if value is not None), None)
+
+
+# -- DFlash2's convolutions and selector -----------------------------------------------------------------------------
+
+
+def _read_selected(head: HeadFolder, anchor_key: str, predicts_next: bool) -> Config:
+    """Return the settings of a DFlash2 head: those of a DFlash head, and the sizes of convolutions and selector.
+
+    The tensors tell the sizes. Where the config says something else, that becomes a problem of the checkpoint.
+
+    Args:
+        head: The checkpoint.
+        anchor_key: As in `_read_blocks`.
+        predicts_next: As in `_read_blocks`.
+    """
+    settings = _read_blocks(head, anchor_key, predicts_next)
+    width = head.shape["hidden_size"]
+    kernel = head.entry(KERNEL)  # [2, taps, width]
+    taps = kernel.shape[1] if kernel is not None and len(kernel.shape) == 3 else 1
+    # any valid number must do for tensors of wrong shapes, which become problems later
+    taps = min(max(taps, 1), settings["slots"])
+    # the projection has a row for each side, tap and group of channels
+    groups = (head.side(KERNEL_PROJECTION, 0) or 0) // (2 * taps)
+    group_size = width // groups if groups and width % groups == 0 else 1
+    sizes = {
+        "conv_kernel_size": taps,
+        "conv_group_size": group_size,
+        "selector_rank": _side(head, PREDECESSORS, 1),
+    }
+    for key, size in sizes.items():
+        compare_size(head, key, next(iter(_read_both(head, key)), None), size)
+    counts = _read_both(head, "selector_top_k")
+    if not counts:
+        head.problem("config.json: no selector_top_k, the candidates of a slot", FROM_RUN)
+    return {**settings, **sizes, "selector_top_k": next(iter(counts), 1)}
 
 
 # -- the correction of a slot's logits --------------------------------------------------------------------------------
@@ -537,6 +595,21 @@ DFLASH_HEADS = Network(
     make_tensor=make_vocab_tensor,
     find_faults=_find_faults,
     list_facts=_list_facts,
+)
+DFLASH2_HEADS = replace(
+    DFLASH_HEADS,
+    name="a DFlash2 head",
+    method=DFLASH2,
+    methods=(DFLASH2,),
+    tensors=r"candidate_selector\.|layers\.\d+\.(attention|mlp)_conv\.",
+    type_words="dflash2",
+    config_keys=(),
+    ambiguous_keys=(),
+    read_settings=partial(_read_selected, anchor_key="sample_from_anchor", predicts_next=False),
+    spellings=((ZLAB, DFLASH2_NAMES), (ZLAB, CODEBOOK_NAMES)),
+    # a new head's convolutions change nothing, and its selector scores nothing
+    zero_at_first=r"layers\.\d+\.(attention|mlp)_conv\.kernel_projection\.weight|"
+    + re.escape(SUCCESSORS),
 )
 DSPARK_HEADS = replace(
     DFLASH_HEADS,

@@ -24,6 +24,7 @@ from eagle.formats.reading.head_folder import EMBEDDING, OUTPUT
 
 # names of networks, and by which tensors they are known
 DFLASH = "dflash"
+DFLASH2 = "dflash2"
 DSPARK = "dspark"
 XPRESS = "xpress"
 CONFIDENCE = "confidence_head.proj.weight"
@@ -45,6 +46,8 @@ VLLM_REFINER = {
         for name in ("down_h", "down_g", "in_proj")
     },
 }
+# DFlash2's settings, whose names are keys of every config
+SELECTOR_KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 # how configs of transformers name the two kinds of layers
 FULL = "full_attention"
 SLIDING = "sliding_attention"
@@ -162,12 +165,22 @@ def _markov_keys(drafter: TrainableDrafter) -> Config:
 
 
 def zlab_config(drafter: TrainableDrafter, target_config: TargetConfig) -> Config:
-    """Return z-lab's config of DFlash, for heads whose first slot reads the root and predicts nothing."""
+    """Return z-lab's config of DFlash or DFlash2, for heads whose first slot reads the root and predicts nothing."""
     more = {"sample_from_anchor": False}
+    architecture = "DFlashDraftModel"
+    if drafter.settings.kind == DFLASH2:
+        architecture = "DFlash2DraftModel"
+        # it is read here, and by older code at the top
+        more |= {"block_size": drafter.settings.slots, **_selector_keys(drafter)}
     # the key holds for all layers alike, so it is left out where only layers with a window are causal
     if drafter.network["causal"] != "window":
         more["causal"] = drafter.network["causal"]
-    return _nested_config(drafter, target_config, "DFlashDraftModel", **more)
+    return _nested_config(drafter, target_config, architecture, **more)
+
+
+def _selector_keys(drafter: TrainableDrafter) -> Config:
+    """Return the keys for DFlash2's convolutions and its selector, which all readers share."""
+    return {key: getattr(drafter.settings, key) for key in SELECTOR_KEYS}
 
 
 def xpress_config(drafter: TrainableDrafter, target_config: TargetConfig) -> Config:
@@ -247,6 +260,10 @@ def speculators_config(drafter: TrainableDrafter, target_config: TargetConfig) -
             "xpress_mlp_ratio": drafter.settings.mlp_ratio,
             "num_jacobi_passes": drafter.settings.passes,
         }
+    if drafter.settings.kind == DFLASH2:
+        algorithm = "dflash2"
+        architecture = "DFlash2DraftModel"
+        more = _selector_keys(drafter)
     block = _qwen3_config(drafter, target_config, rope_parameters=rotary_of(drafter.shape))
     # block_size and draft_vocab_size stand at the top of this config, and num_target_layers nowhere
     for key in ("block_size", "num_target_layers", "draft_vocab_size"):

@@ -83,7 +83,8 @@ KEYS_READ = {  # the keys that are read, by the kind of their values
     "num_attention_heads num_key_value_heads num_hidden_layers num_target_layers max_position_embeddings block_size "
     "sliding_window swa_window_size target_hidden_size parallel_draft_step n_predict k_mask num_heads num_medusa_heads "
     "num_medusa_layers medusa_num_heads medusa_num_layers hydra_num_heads hydra_num_layers "
-    "xpress_rank xpress_mlp_hidden xpress_block_size",
+    "xpress_rank xpress_mlp_hidden xpress_block_size "
+    "conv_kernel_size conv_group_size selector_rank selector_top_k",
     "a whole number, 0 or more": "mask_token_id pard_token ptd_token_id markov_rank pure_draft_prefix_len "
     "num_jacobi_passes xpress_num_passes",
     "a number above 0": "rope_theta partial_rotary_factor rms_norm_eps logit_scale",

@@ -27,6 +27,13 @@ FREQUENT = [*range(3, 13), *range(20, 50, 3)]
 # of the first block, which alone is causal
 WINDOWS = {"window": {"recent": 9}, "window_blocks": [0], "causal": "window"}
 DFLASH = {"kind": "dflash", **INJECTED}
+DFLASH2 = {
+    "kind": "dflash2",
+    **INJECTED,
+    "conv_group_size": 4,
+    "selector_rank": 3,
+    "selector_top_k": 5,
+}
 ANCHORED = {**DFLASH, "sample_from_anchor": True}
 DSPARK = {"kind": "dspark", **INJECTED, "rank": 4, "markov": "vanilla", "confidence": True}
 DOMINO = {**DSPARK, "markov": "domino", "gru_size": 8, "confidence": False}
@@ -45,6 +52,12 @@ HEADS: dict[str, dict[str, Any]] = {
     "dflash from the anchor": ANCHORED,
     "dflash of one block": {**DFLASH, "blocks": 1, "slots": 2},
     "dflash of taps in no order": {**DFLASH, "taps": [7, 2, 4]},
+    "dflash2": DFLASH2,
+    "dflash2, three taps": {**DFLASH2, "conv_kernel_size": 3, "conv_group_size": 8},
+    "dflash2, windows": {**DFLASH2, **WINDOWS},
+    "dflash2, draft vocabulary": {**DFLASH2, "draft_vocab": 20},
+    "dflash2 from the anchor": {**DFLASH2, "sample_from_anchor": True},
+    "dflash2 of taps in no order": {**DFLASH2, "taps": [7, 2, 4]},
     "dspark": DSPARK,
     "dspark, causal": {**DSPARK, "causal": True},
     "dspark, windows": {**DSPARK, **WINDOWS},
@@ -82,6 +95,12 @@ TAKERS = {
     "dflash from the anchor": "speculators deepspec",
     "dflash of one block": "vllm zlab speculators",
     "dflash of taps in no order": "vllm zlab speculators",
+    "dflash2": "vllm sglang llamacpp speculators zlab specforge",
+    "dflash2, three taps": "vllm sglang llamacpp speculators zlab specforge",
+    "dflash2, windows": "vllm sglang speculators zlab specforge",
+    "dflash2, draft vocabulary": "",
+    "dflash2 from the anchor": "speculators",
+    "dflash2 of taps in no order": "vllm zlab speculators",
     "dspark": "vllm sglang trtllm llamacpp speculators deepspec specforge",
     "dspark, causal": "vllm sglang llamacpp",
     "dspark, windows": "vllm sglang speculators specforge",

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from speculators.models.dflash import DFlashDraftModel
+from speculators.models.dflash2 import DFlash2DraftModel
 from speculators.models.dspark import DSparkDraftModel
 from speculators.models.peagle import PEagleDraftModel
 from speculators.models.peagle.data import generate_cod_sample_indices
@@ -20,6 +21,7 @@ from tests.formats.rivals.random_head import HeadRequest, randomize_
 
 MODELS: dict[str, Any] = {
     "dflash": DFlashDraftModel,
+    "dflash2": DFlash2DraftModel,
     "dspark": DSparkDraftModel,
     "peagle": PEagleDraftModel,
     "xpress": XPressDraftModel,
@@ -46,6 +48,9 @@ def main() -> None:
         model.confidence_head.register_forward_hook(
             lambda _module, _input, output: trusted.append(output.flatten())
         )
+    chosen: list[Tensor] = []
+    if kind == "dflash2":
+        record_choices(model.candidate_selector, chosen)
     kwargs, _ = model.get_trainer_kwargs(loss_fn="tv", loss_implementation="eager")
     if kind == "peagle":
         batch, calls = peagle_batch(inputs, request.steps)
@@ -60,6 +65,9 @@ def main() -> None:
     # the first of a block may name nothing
     named = levels >= 0
     results = {"slots": slots[named], "levels": levels[named], "logits": read[0][named]}
+    if chosen:
+        # a level's logits are the scores of its candidates
+        results |= {"slot_logits": results["logits"], "logits": chosen[0][named]}
     if trusted:
         results["confidence"] = trusted[0][named]
     results = {name: tensor.contiguous() for name, tensor in results.items()}
@@ -70,6 +78,22 @@ def keep(read: list[Tensor], logits: Tensor) -> Tensor:
     """Keep the logits that a loss gets, all biases added."""
     read.append(logits[0].float())
     return logits.sum(-1)
+
+
+def record_choices(selector: Any, chosen: list[Tensor]) -> None:
+    """Keep what the selector drafts by, at every later call: the scores of candidates [E, V], and -100 elsewhere."""
+    score = selector.score_candidates
+
+    def record(
+        unary: Tensor, hidden: Tensor, before: Tensor, training_candidates: Tensor
+    ) -> Tensor:
+        # `select` scores the candidates of a draft, and calls this method for it
+        selector.score_candidates = score
+        candidates, scores = selector.select(unary, hidden, before)
+        chosen.append(torch.full_like(unary, -100.0).scatter(-1, candidates, scores)[0].float())
+        return score(unary, hidden, before, training_candidates)
+
+    selector.score_candidates = record
 
 
 def make_model(
