@@ -64,7 +64,7 @@ SHOWN: list[tuple[str, Callable[[Any], str], str]] = [
     (
         "measurements/training-runs",
         comparison_table,
-        "compare_smollm2 compare_smollm2_methods compare_smollm2_curve",
+        "compare_smollm2 compare_smollm2_methods compare_smollm2_curve compare_smollm2_text",
     ),
     ("measurements/methods", comparison_table, "compare_sources"),
     ("measurements/drafters", comparison_table, "compare_self"),
