@@ -158,9 +158,9 @@ class XPressSettings(InjectedSettings):
     mlp_ratio: int = Field(2, ge=1)  # the width of the refiner's MLP, divided by the rank
     # how often a draft is refined: so many of its first levels are then as if drafted one after the other
     passes: int = Field(6, ge=0)
-    # in training, how often the refiner reads what it chose itself, as in a draft, and the weight of these losses' mean
+    # in training, how often the refiner reads what it chose itself, as in a draft
     rounds: int = Field(3, ge=0)
-    consistency: float = Field(0.3, ge=0)
+    consistency: float = Field(0.3, ge=0)  # weight of the mean loss of these rounds
     base: float = Field(0.6, ge=0)  # weight of the loss of the unrefined logits
     likelihood: float = Field(
         0.1, ge=0

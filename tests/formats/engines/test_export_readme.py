@@ -187,6 +187,9 @@ def test_no_command_of_any_export_holds_a_placeholder(
         asked = set(re.findall(r"--speculative-config '([^']*)'", readme))
         # vLLM reads the folders of three exporters
         serves_vllm = engine in ("vllm", "speculators", "portable") and bool(readme)
+        # vLLM takes XPress's tensors by its own names alone
+        if (kind, engine) == ("xpress", "speculators"):
+            serves_vllm = False
         assert len(asked) == serves_vllm
         for text in asked:
             config = json.loads(text)
