@@ -392,12 +392,7 @@ def _read_switches(head: HeadFolder) -> Config:
         name: _read_switch(head, name)
         for name in ("fc_norm", "norm_output", "norm_before_residual")
     }
-    has_norm = "fc_norm.0.weight" in head.names
-    if has_norm != switches["fc_norm"]:
-        state = "is" if has_norm else "is not"
-        head.problem(
-            f"config.json: fc_norm is {switches['fc_norm']}, and fc_norm.0.weight {state} there"
-        )
+    _compare_norm(head, "fc_norm", switches["fc_norm"], "fc_norm.0.weight")
     if head.nested.read("use_aux_hidden_state") is False:
         head.problem(
             "config.json: eagle_config.use_aux_hidden_state is false, but this is EAGLE-3's network"
@@ -419,15 +414,24 @@ def _read_switches(head: HeadFolder) -> Config:
 def _read_eagle3(head: HeadFolder) -> Config:
     """Return the settings of `_read_switches`, and the norm of all taps together if the checkpoint has one."""
     switches = _read_switches(head)
-    has_weights = INPUT_NORM in head.names
-    if has_weights != _has_joint_norm(head):
-        state = "is" if has_weights else "is not"
-        head.problem(
-            f"config.json: {JOINT_NORM} is {not has_weights}, and {INPUT_NORM} {state} there"
-        )
-    if has_weights:
+    _compare_norm(head, JOINT_NORM, _has_joint_norm(head), INPUT_NORM)
+    if INPUT_NORM in head.names:
         switches[JOINT_NORM] = True
     return switches
+
+
+def _compare_norm(head: HeadFolder, key: str, promised: bool, tensor: str) -> None:
+    """Add a problem to the checkpoint if its config promises a norm without weights, or denies one that has weights.
+
+    Args:
+        head: The checkpoint.
+        key: The config's key for the norm.
+        promised: Its value.
+        tensor: Our name of the norm's weights.
+    """
+    if (tensor in head.names) != promised:
+        state = "is not" if promised else "is"
+        head.problem(f"config.json: {key} is {promised}, and {tensor} {state} there")
 
 
 def _has_joint_norm(head: HeadFolder) -> bool:
@@ -684,7 +688,7 @@ def _refuse_foreign_peagle(head: HeadFolder) -> None:
         "hidden_act": block.read("hidden_act") not in (None, "silu"),
         "layer_types": "sliding_attention" in (block.read("layer_types") or [])
         or bool(block.read("use_sliding_window")),
-        "norm_before_fc": bool(keys.read("norm_before_fc")),
+        JOINT_NORM: _has_joint_norm(head),
         "target_hidden_size": keys.read("target_hidden_size")
         not in (None, head.shape["hidden_size"]),
         "quantization_config": bool(keys.values.get("quantization_config")),
