@@ -116,13 +116,13 @@ def paint(scene: Scene) -> Image.Image:
 def ask(scene: Scene, random: Random) -> tuple[str, str]:
     """Return a question about a scene, and its answer."""
     names = [f"a {colour} {shape}" for _, colour, shape in scene]
-    shown = [f"{name} {PLACES[patch]}" for name, (patch, *_) in zip(names, scene, strict=True)]
+    phrases = [f"{name} {PLACES[patch]}" for name, (patch, *_) in zip(names, scene, strict=True)]
     patch, colour, shape = random.choice(scene)
     filled = {filled_patch for filled_patch, *_ in scene}
     empty = random.choice(sorted(set(range(SIDE**2)) - filled))
     everything = " and ".join(names)
     answers = {
-        "What do you see?": f"The picture shows {' and '.join(shown)}.",
+        "What do you see?": f"The picture shows {' and '.join(phrases)}.",
         "How many shapes are there?": f"I count {len(scene)}: {everything}.",
         f"Where is the {colour} {shape}?": f"The {colour} {shape} is {PLACES[patch]} of the picture.",
         f"What is {PLACES[patch]}?": f"There is a {colour} {shape} {PLACES[patch]}, of {everything}.",
@@ -305,23 +305,23 @@ def build(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     model.save_pretrained(folder / "target")
 
     right_answers = [answer for *_, answer in heldout]
-    seen = answer_chats(model, processor, heldout, do_sample=False)
+    answers = answer_chats(model, processor, heldout, do_sample=False)
     # without seeing anything, the model can still guess
     guessed = answer_chats(model, processor, heldout, blank=True, do_sample=False)
     torch.manual_seed(seed)
-    own = answer_chats(model, processor, chats, do_sample=True, temperature=0.7, top_k=0)
+    samples = answer_chats(model, processor, chats, do_sample=True, temperature=0.7, top_k=0)
     data = folder / "data"
     (data / "images").mkdir(parents=True)
     write_split(data, "heldout", heldout, right_answers)
     # heads learn the target's own answers
-    write_split(data, "train", chats, own)
+    write_split(data, "train", chats, samples)
     questions = [question for _, question, _ in chats]
-    pairs = enumerate(zip(questions, own, strict=True))
+    pairs = enumerate(zip(questions, samples, strict=True))
     write_records(data / "blind.jsonl", [make_record(f"train-{i}", *pair) for i, pair in pairs])
     return {
-        "right_share": right_share(heldout, seen),
+        "right_share": right_share(heldout, answers),
         "blind_right_share": right_share(heldout, guessed),
-        "own_right_share": right_share(chats, own),
+        "own_right_share": right_share(chats, samples),
         "parameters": model.num_parameters(),
     }
 

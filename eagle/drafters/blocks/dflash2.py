@@ -165,9 +165,9 @@ class DFlash2(ComparedBlocks):
         flat = states.flatten(0, 1)
         logits = CandidateLogits.apply(flat, logits, candidates, target_head)
         # in training the token before a slot is the sequence's own
-        before = tokens_before(batch, anchors).flatten()
+        predecessors = tokens_before(batch, anchors).flatten()
         scores = self.score_candidates(
-            flat[:, None], before[:, None], (logits[:, None], candidates[:, None])
+            flat[:, None], predecessors[:, None], (logits[:, None], candidates[:, None])
         )[:, 0]
         tokens, in_vocab = self.find_drafts(anchors.tokens_of(batch).flatten())
         # [N, k]; a token that is no candidate cannot be chosen, so the selector learns nothing there

@@ -98,7 +98,7 @@ class RefinedState(InjectedState):
     def __init__(self, head: XPress) -> None:
         super().__init__(head)
         # of the draft that is being made, by row: the token before the root, and the limits on the tree
-        self.before: dict[int, int] = {}
+        self.last_tokens: dict[int, int] = {}
         self.budgets: Mapping[int, Budget] = {}
 
     def propose(
@@ -106,7 +106,7 @@ class RefinedState(InjectedState):
     ) -> dict[int, DraftTree]:
         """Return a draft tree for each row; the arguments are those of `InjectedState.propose`."""
         # the root comes after the newest committed token
-        self.before = {row: int(update.tokens[-1]) for row, update in updates.items()}
+        self.last_tokens = {row: int(update.tokens[-1]) for row, update in updates.items()}
         self.budgets = budgets
         return super().propose(updates, budgets)
 
@@ -134,8 +134,8 @@ class RefinedState(InjectedState):
         first_tokens = roots[:, None]
         # a first slot that predicts nothing reads the token before the root
         if head.first_slot:
-            before = torch.tensor([[self.before.get(row, 0)] for row in rows])
-            first_tokens = torch.cat([upload(before, roots.device), first_tokens], dim=1)
+            last = torch.tensor([[self.last_tokens.get(row, 0)] for row in rows])
+            first_tokens = torch.cat([upload(last, roots.device), first_tokens], dim=1)
         return head.refine_greedily(states, first_tokens, max(depths), noises)
 
     def _find_noise(self, row: int, positions: Sequence[int]) -> tuple[Noise, Tensor] | None:
@@ -271,7 +271,7 @@ class XPress(InjectedHead):
         # the loss writes the overlaps with the target's probs here; nothing reads them
         overlaps = weights.new_zeros(len(terms), len(drafts))
         # tokens that cannot be drafted have no likelihood
-        known = None if self.own_drafts is None else in_vocab
+        mask = None if self.own_drafts is None else in_vocab
         # the terms are steps that share the teacher's logits: [P, A * K, ..]
         total, losses = distillation_loss(
             torch.stack(terms).flatten(1, 2),
@@ -280,7 +280,7 @@ class XPress(InjectedHead):
             (head, output),
             objective=Objective("tv", settings.variation, tokens=settings.likelihood),
             dtype=target_head.weight.dtype,
-            sequence_tokens=SequenceTokens(drafts, overlaps, known),
+            sequence_tokens=SequenceTokens(drafts, overlaps, mask),
         )
         return {"total": total, "refined": losses[0]}
 

@@ -4,11 +4,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, get_args
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from eagle.core.drafter import TargetHead
@@ -123,21 +124,26 @@ def two_texts() -> Batch:
     )
 
 
-def largest_difference(head: DSpark) -> float:
-    """Return how far loss and gradients are from the naive ones."""
+# head, batch, the target's head -> the loss, by a loop over single slots
+NaiveLoss = Callable[[Any, Batch, TargetHead], Tensor]
+
+
+def largest_difference(head: Any, naive: NaiveLoss = naive_loss, complete: bool = False) -> float:
+    """Return how far loss and gradients are from the naive ones; `complete` says that all weights have gradients."""
     target_head = frozen_head()
     batch = two_texts()
     found = []
     # two graphs over the same weights
-    for loss in (head(batch, target_head)["total"], naive_loss(head, batch, target_head)):
+    for loss in (head(batch, target_head)["total"], naive(head, batch, target_head)):
         head.zero_grad()
         loss.backward()
         tensors = [loss.detach()]
         for weight in head.parameters():
             # a switch that is off leaves weights without a gradient
+            assert weight.grad is not None or not complete
             tensors.append(torch.zeros(()) if weight.grad is None else weight.grad.clone())
         found.append(tensors)
-    differences = [(got - naive).abs().max() for got, naive in zip(*found, strict=True)]
+    differences = [(got - expected).abs().max() for got, expected in zip(*found, strict=True)]
     return float(torch.stack(differences).max())
 
 

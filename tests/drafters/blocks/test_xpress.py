@@ -22,6 +22,7 @@ from eagle.drafters import settings_of
 from eagle.drafters.blocks.anchors import Anchors
 from eagle.drafters.blocks.xpress import RefinedState, Refiner, XPress
 from eagle.drafters.parts.divisors import Divisor
+from tests.drafters.blocks import test_dspark
 from tests.drafters.blocks.test_dspark import HIDDEN, TAPS, VOCAB, frozen_head, two_texts
 from tests.naive_blocks import block_states
 from tests.naive_xpress import draft, naive_loss
@@ -62,20 +63,7 @@ def new_head(**settings: Any) -> XPress:
 
 def largest_difference(head: XPress) -> float:
     """Return how far loss and gradients are from the naive ones."""
-    target_head = frozen_head()
-    batch = two_texts()
-    found = []
-    # two graphs over the same weights
-    for loss in (head(batch, target_head)["total"], naive_loss(head, batch, target_head)):
-        head.zero_grad()
-        loss.backward()
-        tensors = [loss.detach()]
-        for weight in head.parameters():
-            assert weight.grad is not None
-            tensors.append(weight.grad.clone())
-        found.append(tensors)
-    differences = [(got - naive).abs().max() for got, naive in zip(*found, strict=True)]
-    return float(torch.stack(differences).max())
+    return test_dspark.largest_difference(head, naive_loss, complete=True)
 
 
 @pytest.mark.parametrize("switches", SWITCHES, ids=str)
@@ -229,14 +217,14 @@ def test_a_draft_is_priced_with_its_passes(monkeypatch: pytest.MonkeyPatch) -> N
     assert set(read) == {(1, SLOTS)}
 
 
-def forget_before(head: Any) -> RefinedState:
+def forget_last_tokens(head: Any) -> RefinedState:
     """Return a state for which the root is the token before the root too, as in vLLM."""
     state = RefinedState(head)
     read_blocks = state.read_blocks
 
     def read_root_twice(cache_rows: Any, roots: Tensor) -> Tensor:
-        state.before = dict(zip(cache_rows, roots.tolist(), strict=True))
-        state.before = {state.rows[row]: root for row, root in state.before.items()}
+        state.last_tokens = dict(zip(cache_rows, roots.tolist(), strict=True))
+        state.last_tokens = {state.rows[row]: root for row, root in state.last_tokens.items()}
         return read_blocks(cache_rows, roots)
 
     object.__setattr__(state, "read_blocks", read_root_twice)
@@ -245,7 +233,7 @@ def forget_before(head: Any) -> RefinedState:
 
 READ_STATES = Refiner.read_states
 DRAFT_FAULTS: dict[str, tuple[Any, str, Any]] = {
-    "the first slot reads the root": (XPress, "open", forget_before),
+    "the first slot reads the root": (XPress, "open", forget_last_tokens),
     "later slots are mixed in": (Tensor, "tril", lambda matrix: matrix),
     "the mean is of a part of a block": (
         Refiner,
