@@ -59,6 +59,25 @@ def interrupted_by_user(hint: Callable[[], str]) -> Iterator[None]:
 
 
 @contextmanager
+def children_start_with_sigint_blocked() -> Iterator[None]:
+    """Let processes that the block starts receive Ctrl-C only once `interrupted_by_user` handles it in them.
+
+    A terminal sends it to all processes, and an interpreter that is still starting would print a traceback. A process
+    inherits the signals that the thread which starts it has blocked, so the main thread blocks SIGINT. Another thread
+    takes it meanwhile, and Python runs its handler in the main thread as ever.
+    """
+    ended = threading.Event()
+    # a thread blocks what its creator has blocked, so it is created first
+    threading.Thread(target=ended.wait, daemon=True).start()
+    blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
+        ended.set()
+
+
+@contextmanager
 def _note_interrupts(received: list[int]) -> Iterator[None]:
     """Append to `received` at each Ctrl-C in the block, and send those again that did not end the program.
 
@@ -101,6 +120,8 @@ def _note_interrupts(received: list[int]) -> Iterator[None]:
     signal.signal(signal.SIGINT, note)
     sys.unraisablehook = send_again
     try:
+        # a launcher has let this process start with SIGINT blocked: one that came meanwhile is handled here
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         yield
     finally:
         for timer in timers:

@@ -36,7 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
 from eagle.device import best_device, fastest_dtype
-from eagle.interrupts import MESSAGES, STOPPED_BY_SIGINT
+from eagle.interrupts import MESSAGES, STOPPED_BY_SIGINT, children_start_with_sigint_blocked
 from eagle.recipe import Recipe, TrainSection
 from eagle.training.trackers import check_trackers
 
@@ -122,7 +122,8 @@ def launch_processes(options: list[str], program: list[str]) -> None:
         # each process leaves the sentence that ends it in this folder, in a file named by its rank
         os.environ[MESSAGES] = folder
         try:
-            launch_command(args)
+            with children_start_with_sigint_blocked():
+                launch_command(args)
         except ImportError as error:
             # accelerate raises this before it starts a process, and only a missing DeepSpeed is explained
             if "deepspeed" not in str(error).lower() or find_spec("deepspeed") is not None:

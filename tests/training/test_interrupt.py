@@ -70,6 +70,27 @@ def main(argv):
 
 script(main)
 """
+# Ctrl-C comes when the second process was started a moment ago: its interpreter has not reached the program
+STARTING = """
+import os, signal, subprocess, sys
+from eagle.interrupts import children_start_with_sigint_blocked
+
+started = []
+try:
+    with children_start_with_sigint_blocked():
+        started.append(subprocess.Popen([sys.executable, "child.py"]))
+        os.killpg(0, signal.SIGINT)
+        started[0].wait(20)
+except KeyboardInterrupt:
+    print("interrupted", started[0].wait(20))
+print("blocked", signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []))
+"""
+CHILD = """
+import time
+from eagle.log import script
+
+script(lambda _: time.sleep(50), [])
+"""
 AGAIN = "give the same command again"
 
 
@@ -85,6 +106,23 @@ def test_ctrl_c_ends_a_command_in_a_sentence(program: str, hint: str, tmp_path: 
     done = finished([sys.executable, str(path)], seconds=60)
     assert done.returncode == 130
     assert done.stdout == f"\nstopped; {hint}\n"
+
+
+def test_a_process_that_is_starting_handles_ctrl_c(tmp_path: Path) -> None:
+    """It ends like any other, and the process that starts it receives the signal at once."""
+    for name, program in {"parent.py": STARTING, "child.py": CHILD}.items():
+        (tmp_path / name).write_text(program)
+    # a session of its own, as the program sends the signal to all processes of its group
+    done = subprocess.run(
+        [sys.executable, "parent.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        start_new_session=True,
+    )
+    assert done.stdout == "interrupted 130\nblocked False\n", done.stderr
+    assert done.stderr == f"\nstopped; {AGAIN}\n"
 
 
 @pytest.mark.slow
