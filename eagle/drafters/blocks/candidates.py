@@ -149,8 +149,8 @@ class CandidateLogits(torch.autograd.Function):
         ):
             full = head.weight.new_zeros(len(hidden), len(head.weight))
             full.scatter_(1, candidates, gradient.to(full.dtype))
-            # [n, V]; None where the gradient does not depend on them
-            logits = head.logits(hidden) if ctx.normalised or not head.is_linear else None
+            # [n, V]; not read where the gradient does not depend on them
+            logits: Any = head.logits(hidden) if ctx.normalised or not head.is_linear else None
             if ctx.normalised:
                 # d log p(c) / d z(v) = 1 if v is c, else 0, - p(v)
                 probs = logits.softmax(-1, dtype=gradient.dtype)

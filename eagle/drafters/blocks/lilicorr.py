@@ -277,7 +277,7 @@ class LiLiCorr(ComparedBlocks):
 
     reads_tokens = True
     reads_all_levels = True
-    counts_by_forward = True  # type: ignore[assignment]
+    counts_by_forward = True
     open_levels = LatticeLevels
     Settings = LiLiCorrSettings
     settings: LiLiCorrSettings
@@ -483,8 +483,8 @@ class LiLiCorr(ComparedBlocks):
         )
         scores = torch.cat(
             [
-                self.score_lattice(chunk_states, chunk_context, chunk, target_head)
-                for chunk_states, chunk_context, *chunk in chunks
+                self.score_lattice(chunk_states, chunk_context, (values, tokens), target_head)
+                for chunk_states, chunk_context, values, tokens in chunks
             ]
         )
         matches = self.find_labels(batch, anchors, rows)
