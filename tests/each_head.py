@@ -31,6 +31,7 @@ CHOSEN = {
     "dflash": {"kind": "dflash", **BLOCKS},
     "pace": {"kind": "dflash", **BLOCKS, "loss": "tokens", "d_pace": True},
     "dflash2": {"kind": "dflash2", **BLOCKS, "selector_rank": 8},
+    "lilicorr": {"kind": "lilicorr", **BLOCKS, "hidden_size": 16, "factor_dim": 8},
     "dspark": {"kind": "dspark", **BLOCKS, "rank": 8},
     "xpress": {"kind": "xpress", **BLOCKS, "rank": 8},
     "peagle": {"kind": "peagle", "blocks": 1, "depths": 4, "divisor": "reached"},

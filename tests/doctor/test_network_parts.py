@@ -66,6 +66,14 @@ SECTIONS: dict[str, dict[str, Any]] = {
         "selector_rank": 8,
         "taps": (1, 2),
     },
+    "lilicorr": {
+        "kind": "lilicorr",
+        "blocks": 1,
+        "slots": 4,
+        "hidden_size": 16,
+        "factor_dim": 16,
+        "taps": (1, 2),
+    },
     "mtp": {"kind": "mtp", "start": "random"},
     "medusa": {"kind": "medusa", "levels": 3},
 }
