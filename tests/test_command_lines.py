@@ -112,8 +112,6 @@ WRONG: dict[str, list[str]] = {
     "recipes/tiny/make_long.py": ["--steps few"],
     "recipes/tiny/make_seeing_target.py": ["--images few"],
     "recipes/tiny/demo.py": ["unknown"],
-    "tests/doctor/broken_heads.py": [f"--target {GONE} --heads {GONE}"],
-    "tests/doctor/other_heads.py": ["out --set unknown --seed 1", "out --set tuning --seed few"],
     "tests/recipes/training_memory.py": ["--out"],
     "bench/invariance.py": [GONE, f"{GONE} --dtype float64"],
     "bench/speed_tables.py": [GONE, f"{GONE} --dtype float16"],
@@ -136,7 +134,7 @@ FREE = {
     "bench/train_speed.py",
 }
 FOLDERS = ("data_prep", "eval", "recipes", "recipes/tiny", "bench")
-FOLDERS += ("tests/engines", "tests/doctor", "tests/recipes")
+FOLDERS += ("tests/engines", "tests/recipes")
 CASES = [(name, line) for name, lines in WRONG.items() for line in ("--help", "--no-such", *lines)]
 CASES += [(name, "") for name in WRONG if name not in FREE]
 SECONDS = 20  # after which a command has begun to work

@@ -22,7 +22,6 @@ from eval.comparison.curves import curve_table
 from eval.report import conclude, markdown, page
 from eval.result_files.results import ACCEPTANCE_LENGTH, SPEED_UP, Results, ends_in_loop
 from recipes.cards import card_table
-from tests.doctor.broken_heads import table as broken_table
 from tests.engines.compare_engines import table as engines_table
 from tests.engines.layout_sources import source_table
 from tests.eval.jsonl_files import write_lines
@@ -52,7 +51,6 @@ SHOWN: list[tuple[str, Callable[[Any], str], str]] = [
     ("measurements/decoding-speed", speed_machine, SPEED),
     ("measurements/serving", engines_table, "engines engines_newest engines_smollm2"),
     ("measurements/serving", llamacpp_table, "llamacpp_speed"),
-    ("measurements/serving", broken_table, "broken_heads"),
     ("versions", source_table, "layout_sources"),
     ("versions", proven_table, "proven"),
     ("measurements/rehearsal", rehearsal_table, "rehearsal"),
