@@ -37,9 +37,8 @@ NARROW = LlamaConfig(**{**SHAPE.to_dict(), "head_dim": 12})
 TAPS = (2, 4, 5, -1)
 # answers of many tokens, of one, at the end of a text, and none that a drafter could write
 SPANS = {17: [(3, 5), (6, 7), (8, 17)], 9: [(2, 4), (8, 9)], 8: [(0, 1)], 12: [(2, 12)]}
-# one text with a gap that no draft bridges, and its first anchor
+# one text with a gap that no draft bridges
 ONE = {30: [(6, 20), (29, 30)]}
-ONE_FIRST = 4
 # one run of more rows than attention reads at once
 LONG = {310: [(5, 8), (30, 175), (306, 310)], 12: [(4, 12)]}
 VARIANTS: dict[str, dict[str, Any]] = {
