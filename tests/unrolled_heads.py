@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -117,6 +117,12 @@ def texts_of(spans: dict[int, list[tuple[int, int]]], dtype: torch.dtype) -> lis
         tokens = (torch.rand(length, generator=generator) ** 3 * SHAPE.vocab_size).long()
         examples.append(Example(tokens, mask, features))
     return examples
+
+
+def split_texts(batch: Batch, tap: int = 0) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield the tokens [T], the states [T, H] of one tap and the loss mask [T] of each text of a batch."""
+    columns = (batch.tokens, batch.features[:, tap], batch.loss_mask)
+    return zip(*(column.split(batch.lengths) for column in columns), strict=True)
 
 
 def frozen_head(dtype: torch.dtype) -> TargetHead:

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 
 from eagle import Budget, Sampling, Target, generate, load_drafter
-from eagle.conformance.drafting import check_law
-from eagle.conformance.own_answers import make_letters
 from eagle.core import sampling as sampling_module
 from eagle.core.drafter import Committed, Followers
 from eagle.core.sampling import rank_tokens
@@ -163,14 +161,6 @@ def test_the_output_is_that_of_plain_decoding(
             assert [trace.tokens for trace in got] == [trace.tokens for trace in plain]
             accepted += sum(cycle.accepted for trace in got for cycle in trace.cycles)
         assert accepted > 10
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("draw", ["noise", "sampled"])
-def test_answers_have_the_targets_law(draw: Any) -> None:
-    """The first three tokens of many requests follow the untouched model's law, while one table serves them all."""
-    budget = Budget.fixed(((0,), (1,), (0, 0), (0, 1)), draw)
-    check_law(RecyclingDrafter, make_letters(), Sampling(temperature=1.0, seed=3), budget)
 
 
 # -- the table ------------------------------------------------------------------------------------
