@@ -15,15 +15,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from trained import ROOT, apart, equal, finished, launched, poison, rows, run, weights
-
-from eagle.data.store import FeatureStore
 
 pytestmark = pytest.mark.slow
 ZERO2 = pytest.param("zero2", marks=pytest.mark.long)  # a minute each
 SCRIPT = str(ROOT / "recipes/train_eagle.py")
-WATCHED = str(ROOT / "tests/each_rank.py")
 TOLERANCE = 5e-6  # of weights of size 0.1, after 12 steps of 1e-3: sums taken in another order
 EVERY = (
     "train.checkpoint_every=3",
@@ -114,35 +110,21 @@ def test_nan_on_one_of_two_processes_is_skipped_by_both(
     assert all(tensor.isfinite().all() for tensor in weights(two).values())
 
 
-def test_a_sharded_target_gives_the_same_features(
-    command: list[str], store_folder: Path, three_steps: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("config", "override"),
+    [
+        # ZeRO-3 would split any model that is made after the launch
+        ("zero3", "features.shard_target=false"),
+        ("ddp", "features.shard_target=true"),
+    ],
+)
+def test_features_computed_while_training_are_those_of_the_store(
+    config: str, override: str, command: list[str], three_steps: Path, tmp_path: Path
 ) -> None:
-    """Layers spread over two processes, features computed while training: equal to the store's, and so is the head."""
+    """By a target that every process holds whole under ZeRO-3, or whose layers are spread: the same head is learned."""
     out = tmp_path / "run"
-    asked = ["train.max_steps=3", "features.store=null", "features.shard_target=true"]
-    # the script that leaves what each process holds
-    watched = [WATCHED, str(tmp_path), *command, f"train.out={out}", *asked]
-    done = finished(launched("ddp", *watched))
-    assert done.returncode == 0, done.stdout
-
-    expected = [example.features for example in FeatureStore(store_folder).read(range(4))]
-
-    for rank in (0, 1):
-        features = torch.load(tmp_path / f"features-{rank}.pt")
-        for one, other in zip(features, expected, strict=True):
-            # NaN where no state is kept
-            assert torch.allclose(one, other, atol=1e-5, equal_nan=True)
-        assert apart(torch.load(tmp_path / f"head-{rank}.pt"), weights(three_steps)) < TOLERANCE
-
-
-def test_zero_splits_the_head_and_not_the_target(
-    command: list[str], three_steps: Path, tmp_path: Path
-) -> None:
-    """With ZeRO-3 the target that computes features while training is loaded whole, on every process."""
-    out = tmp_path / "run"
-    asked = [*command, f"train.out={out}", "train.max_steps=3", "features.store=null"]
-    # ZeRO-3 would split any model that is made after the launch
-    done = finished(launched("zero3", SCRIPT, *asked))
+    asked = [*command, f"train.out={out}", "train.max_steps=3", "features.store=null", override]
+    done = finished(launched(config, SCRIPT, *asked))
     assert done.returncode == 0, done.stdout
     assert apart(weights(out), weights(three_steps)) < TOLERANCE
 

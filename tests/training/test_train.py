@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from trained import apart, equal, rows, run, weights
 
@@ -19,8 +18,6 @@ from eagle.core.examples import Batch, collate
 from eagle.data.store import FeatureStore
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.formats.checkpoint import load_head
-from eagle.formats.export import export
-from eagle.formats.reading.foreign import import_head
 from eagle.recipe import Recipe
 
 WHOLE = ("train.validation=0.2", "train.checkpoint_every=3")
@@ -142,30 +139,6 @@ def test_means_over_texts_need_a_part_for_each(command: list[str], tmp_path: Pat
         run(command, tmp_path / "other", "train.mean_over=texts")
 
 
-@pytest.mark.slow
-def test_two_halves_are_the_whole(whole: Path, command: list[str], tmp_path: Path) -> None:
-    """A run that is stopped after any checkpoint and gone on with leaves the same bytes, and each row once."""
-    asked = [*WHOLE, "train.keep=9"]
-    out = run(command, tmp_path / "run", *asked)
-
-    for step in (6, 3):
-        for later in (out / "checkpoints").glob("step-*"):
-            if int(later.name[5:]) > step:
-                # a checkpoint without this mark was not written to its end
-                (later / "complete.json").unlink()
-        with (out / "metrics.jsonl").open("a") as metrics:
-            metrics.write('{"step": 11, "total"')  # torn by a kill
-        run(command, out, *asked)
-        assert equal(out, whole)
-        assert equal(out, whole, "head")
-        assert rows(out) == rows(whole)
-
-    (out / "last").rename(tmp_path / "seen")
-    run(command, out, *asked)
-
-    assert not (out / "last").exists()  # a complete run is left alone
-
-
 def test_what_follows_the_runs_progress_goes_on_where_it_was(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,43 +198,6 @@ def test_validation_has_one_gate(whole: Path, command: list[str], tmp_path: Path
     assert predicted[-1]["validation"] == read[-1]["validation"]
     # with a rate of nothing, the head that comes out is the one that went in
     assert apart(weights(outs[0]), weights(whole)) == 0
-
-
-def test_training_starts_from_an_imported_head(
-    whole: Path, command: list[str], tiny_target: Target, tmp_path: Path
-) -> None:
-    """One that another tool's layout held, with all its weights."""
-    head = load_head(whole / "last").bind(tiny_target.head)
-    export(head, tiny_target.config, "eagle", tmp_path / "theirs")
-    import_head(
-        tmp_path / "theirs", tmp_path / "ours", Recipe.load(command[0], command[1:]).target.path
-    )
-    asked = (f"train.init={tmp_path / 'ours'}", "train.lr=1e-30", "train.max_steps=1")
-    out = run(command, tmp_path / "run", *asked)
-    # with a rate of nothing, the head that comes out is the one that went in
-    assert apart(weights(out), weights(whole)) == 0
-
-
-@pytest.mark.parametrize(
-    ("damage", "override", "message"),
-    [
-        (lambda tensors: tensors.pop("fc.weight"), "train.seed=0", "missing tensors"),
-        (lambda tensors: tensors.update(extra=torch.zeros(1)), "train.seed=0", "unknown"),
-        (lambda tensors: None, "drafter.intermediate_size=96", "needed 96"),
-    ],
-)
-def test_a_head_that_does_not_fit_is_refused(
-    damage: Any, override: str, message: str, whole: Path, command: list[str], tmp_path: Path
-) -> None:
-    """A tensor too few, one too many, another size."""
-    # a head that would fit
-    tensors = weights(whole)
-    damage(tensors)
-    (tmp_path / "config.json").write_bytes((whole / "last/config.json").read_bytes())
-    save_file(tensors, tmp_path / "model.safetensors")
-
-    with pytest.raises(ValueError, match=message):
-        run(command, tmp_path / "run", f"train.init={tmp_path}", override)
 
 
 @pytest.mark.parametrize(
