@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import GemmaConfig, GemmaForCausalLM
 
 from eagle import Target
@@ -260,48 +259,6 @@ def test_speculators_config_has_sections(target: Target) -> None:
     assert block["vocab_size"] == V
     assert block["rope_parameters"]["rope_theta"] == 5e5
     assert config["speculators_config"]["verifier"]["architectures"] == ["LlamaForCausalLM"]
-
-
-def fuse_as_engines_do(tensors: dict[str, Tensor], states: Tensor) -> Tensor:
-    """Return what an engine makes of three layers [T, 3, H], written out."""
-    normed = []
-    for tap in range(3):
-        state = states[:, tap]
-        scale = (state.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()
-        normed.append(state * scale * tensors[f"fc_norm.{tap}.weight"])
-    return torch.cat(normed, dim=-1) @ tensors["fc.weight"].T
-
-
-def test_taps_out_of_order_are_sorted_with_their_weights(target: Target) -> None:
-    """Engines sort layer ids: the columns of `fc` and the norms go with them, and what is fused stays the same."""
-    head = head_for({**NEWER, "taps": (9, 2, 6)}, target)
-    layout = EXPORTERS["vllm"](head, target.config)
-    assert layout.config["eagle_aux_hidden_state_layer_ids"] == [2, 6, 9]
-    assert layout.config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 5, 8]
-
-    states = torch.randn(5, 3, H)
-    ours = head.fuse_taps(states)
-    in_order = fuse_as_engines_do(layout.tensors, states[:, [1, 2, 0]])
-    assert torch.allclose(in_order, ours, atol=1e-5)
-    # the check can fail
-    assert not torch.allclose(fuse_as_engines_do(layout.tensors, states), ours, atol=1e-5)
-
-
-def test_a_norm_of_all_taps_is_sorted_with_them(target: Target) -> None:
-    """The weights of `input_norm` are a row for each tap, in the engine's order."""
-    head = head_for({**JOINT, "taps": (9, 2, 6)}, target)
-    head.input_norm.weight.data.normal_()
-    layout = EXPORTERS["vllm"](head, target.config)
-    assert layout.config["norm_before_fc"] is True
-    states = torch.randn(5, 3, H)
-    joined = states[:, [1, 2, 0]].flatten(1)
-    scale = (joined.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()
-    weight = layout.tensors["input_norm.weight"]
-    fused = (joined * scale * weight) @ layout.tensors["fc.weight"].T
-    assert torch.allclose(fused, head.fuse_taps(states), atol=1e-5)
-    # the check can fail
-    wrong = (joined * scale * head.input_norm.weight) @ layout.tensors["fc.weight"].T
-    assert not torch.allclose(wrong, fused, atol=1e-5)
 
 
 @pytest.fixture(scope="module")

@@ -67,10 +67,21 @@ def test_an_exported_head_comes_back(
     assert propose_along_text(back) == propose_along_text(head)
 
 
-@pytest.mark.parametrize("engine", ["vllm", "sglang", "trtllm", "speculators", "llamacpp"])
-def test_taps_in_another_order_come_back_in_order(engine: str, tmp_path: Path) -> None:
-    """The columns of `fc` go with them, so that the proposals are the same."""
-    name = "eagle3 draft vocabulary"
+@pytest.mark.parametrize(
+    ("engine", "name"),
+    [
+        ("vllm", "eagle3 draft vocabulary"),
+        ("sglang", "eagle3 draft vocabulary"),
+        ("trtllm", "eagle3 draft vocabulary"),
+        ("speculators", "eagle3 draft vocabulary"),
+        ("llamacpp", "eagle3 draft vocabulary"),
+        # a norm of each tap, and one of all of them
+        ("vllm", "eagle3.1"),
+        ("vllm", "eagle3 joint norm"),
+    ],
+)
+def test_taps_in_another_order_come_back_in_order(engine: str, name: str, tmp_path: Path) -> None:
+    """Norms and the columns of `fc` go with them, so that the proposals are the same."""
     head, shape = bound_head(engine, name, tmp_path, taps=(5, 2, 4))
     export(head, shape, engine, tmp_path / "out")
     back: Any = read_head(tmp_path / "out")
