@@ -108,24 +108,6 @@ def test_ctrl_c_is_told_once(count: int, train: Callable[..., Command], tmp_path
         assert output.count("stopped; ") == 1, output
 
 
-def test_a_stopped_extraction_goes_on(tiny_target_dir: Path, tmp_path: Path) -> None:
-    """Whole shards are kept, no half one is left, and the same command writes the others alone."""
-    store = tmp_path / "stopped"
-    recipe = prepared(tiny_target_dir, tmp_path)
-    words = ["extract", *recipe, f"features.store={store}", "features.shard_bytes=6000"]
-    words.append("data.limit=400")
-    command = Command(tmp_path / "log", *words)
-    command.until(lambda: len(list(store.glob("*.sha256"))) > 2)
-    command.interrupt()
-    status, output = command.ended()
-    assert status == 130
-    assert "stopped; whole shards are kept, and the same command goes on" in output
-    assert [path for path in store.iterdir() if path.suffix in (".part", ".lock")] == []
-    kept = {path: path.stat().st_mtime_ns for path in store.glob("*.sha256")}
-    assert Command(tmp_path / "log", *words).ended()[0] == 0
-    assert all(path.stat().st_mtime_ns == when for path, when in kept.items())
-
-
 LAUNCH = """
 from eagle.log import script
 from eagle.shipped import RECIPES

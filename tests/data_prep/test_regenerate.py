@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 import threading
-import time
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -269,37 +264,6 @@ def test_old_answers_as_history_would_be_seen(
         for each in conversations
     }
     assert faulty != truth
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_processes_that_are_killed_change_nothing(command: list[str], tmp_path: Path) -> None:
-    """Two processes with a drafter, killed and started again, write the file of one process without."""
-    out = tmp_path / "out.jsonl"
-    command = [*command, "regenerate.temperature=0.7"]
-    main(command)
-    whole = out.read_bytes()
-    out.unlink()
-    launch = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        "2",
-    ]
-    settings = ["regenerate.drafter=suffix", "regenerate.batch_size=1"]
-    run = [*launch, "-m", "data_prep.regenerate", *command, *settings]
-    process = subprocess.Popen(run, start_new_session=True)
-    parts = tmp_path / "out.jsonl.parts"
-    while not any(part.stat().st_size for part in parts.glob("part-*.jsonl")):
-        assert process.poll() is None
-        time.sleep(0.01)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    assert not out.exists()
-    subprocess.run(run, check=True)
-    assert out.read_bytes() == whole
 
 
 def test_any_number_of_processes_gives_the_same(

@@ -20,7 +20,6 @@ from eagle import Budget, DraftTree, Sampling, Target, generate, load_drafter
 from eagle.core.tree import PUBLISHED_TREE
 from eagle.decoding.cycle_times import bare_costs
 from eagle.decoding.forward_costs import Costs
-from eagle.device import ThreadsOfLongWork
 from eagle.drafters.draft_model import DraftModel
 from eagle.drafters.lookup.bigram import BigramDrafter
 from eagle.drafters.lookup.ngram import NgramDrafter
@@ -468,25 +467,6 @@ def test_a_drafter_without_weights_is_tuned(
         tune.main([*asked, "--drafter", "copies", "--write"])
     with pytest.raises(ValueError, match=r"expected one of eval\.drafters: none, copies"):
         tune.main([*asked, "--drafter", "ngram"])
-
-
-def test_threads_are_timed_again_between_tuning_questions(
-    tuned: list[str], tiny_target: Target
-) -> None:
-    """Answering is the long part; what is timed later runs on the number of threads that was set last."""
-    recipe = Recipe.load(tuned[0], tuned[1:])
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    # a minute passes at each look at the clock, and other processes come and go
-    clock = count(step=60)
-    processes = count()
-    try:
-        threads = ThreadsOfLongWork(lambda: None, clock.__next__, load=processes.__next__)
-        answers = tune.answer_prompts(recipe, tiny_target, (), threads)
-    finally:
-        torch.set_num_threads(before)
-
-    assert len(answers) == threads.timing_count == 2
 
 
 def test_tuning_asks_what_is_not_measured(

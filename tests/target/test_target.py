@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from eagle import Sampling, Target, Trace, generate
+from eagle import Sampling, Target, Trace
 from eagle.core.tree import DraftTree, TargetOutput
 from eagle.core.verify import Choose
 from eagle.decoding.loop import Decoding
@@ -345,13 +345,7 @@ WRONG_CALLS: list[tuple[Callable[[Target], Any], str]] = [
     (lambda target: target.open().begin([], GREEDY), "prompt is empty"),
     (lambda target: target.open().begin([1] * 257, GREEDY), "model has 256 positions"),
     (lambda target: target.open().begin([1, 96, -1], GREEDY), r"\[96, -1\] are outside"),
-    (lambda target: target.chat("hello"), "no chat template"),
     (lambda target: decode(target, NONE, [1] * 200, 57), "lower max_new_tokens to 56"),
-    (lambda target: decode(target, NONE, [1], 0), "max_new_tokens is 0"),
-    # text is a message, and this target has no tokenizer
-    (lambda target: decode(target, NONE, "hello", 1), "no chat template"),
-    (lambda target: decode(target, NONE, torch.ones(2, 2, 3), 1), r"shape \(2, 2, 3\)"),
-    (lambda target: generate(target, NONE, [1], stop=["x"]), "need a tokenizer"),
     (lambda _: Target.load(Path(__file__).parent), "folder without config.json"),
     (lambda _: Target.load("/no/such/folder"), "no model at"),
 ]
