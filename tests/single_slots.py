@@ -50,7 +50,11 @@ def new_head(
 
 
 def loop_over_slots(
-    levels: Levels, weights: Weights, settings: Any, texts: list[Example], target_head: TargetHead
+    levels: Levels,
+    weights: Weights,
+    settings: Any,
+    texts: list[Example],
+    target_head: TargetHead,
 ) -> Tensor:
     """Return the loss by definition: of each position, all levels up to the first gap in what is supervised.
 
@@ -68,7 +72,12 @@ def loop_over_slots(
         tokens = text.tokens.tolist()
         for first in range(2, len(tokens)):
             # a head knows the state before the root and all tokens up to the one that a level guesses
-            logits = levels(weights, settings, states[first - 2], tokens[first - 1 :])
+            logits = levels(
+                weights,
+                settings,
+                states[first - 2],
+                tokens[first - 1 :],
+            )
             last = min(first + settings.levels, len(tokens))
             for level, position in enumerate(range(first, last)):
                 if not text.loss_mask[position]:
@@ -94,6 +103,12 @@ def distance_from_loop(levels: Levels, head: Any) -> float:
 
     def loop(weights: Weights) -> Tensor:
         every = {**weights, "frozen": target_head.weight}
-        return loop_over_slots(levels, every, head.settings, texts, target_head=target_head)
+        return loop_over_slots(
+            levels,
+            every,
+            head.settings,
+            texts,
+            target_head=target_head,
+        )
 
     return apart(head, computed(head, collate(texts, TAPS), target_head), gradients_of(head, loop))

@@ -81,7 +81,9 @@ def train(tiny_target_dir: Path, tmp_path: Path) -> Callable[..., Command]:
     ],
 )
 def test_what_all_processes_refuse_is_told_once(
-    override: str, sentence: str, train: Callable[..., Command]
+    override: str,
+    sentence: str,
+    train: Callable[..., Command],
 ) -> None:
     """Two processes print one error."""
     status, output = train(2, override).ended()
@@ -135,7 +137,13 @@ def test_one_of_two_processes_fails(program: str, tmp_path: Path) -> None:
     text = f"import os, signal\nif os.environ['RANK'] == '1':\n    {program}\n"
     (tmp_path / "program.py").write_text(text)
     command = [sys.executable, "-c", LAUNCH]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=PATIENCE)
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=PATIENCE,
+    )
     assert done.returncode == 1
     lines = [line for line in done.stderr.splitlines() if not line.startswith((" ", "Traceback"))]
     for line, expected in zip(lines, PROGRAMS[program], strict=True):

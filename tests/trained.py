@@ -125,7 +125,10 @@ def launched(config: str, *arguments: str, processes: int = 2) -> list[str]:
 
 
 def finished(
-    command: Sequence[str], *, seconds: int = 150, **env: str
+    command: Sequence[str],
+    *,
+    seconds: int = 150,
+    **env: str,
 ) -> subprocess.CompletedProcess[str]:
     """Return a command that has ended, with all that it printed; its whole group is killed where it hangs.
 
@@ -138,7 +141,11 @@ def finished(
     """
     given = {**os.environ, "OMP_NUM_THREADS": "1", **env}
     # a session of its own, so that all its processes can be killed together
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    pipes: dict[str, Any] = {
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.STDOUT,
+        "text": True,
+    }
     with subprocess.Popen(command, env=given, cwd=ROOT, start_new_session=True, **pipes) as started:
         try:
             said, _ = started.communicate(timeout=BUSY * seconds)

@@ -36,7 +36,12 @@ SHAPE = LlamaConfig(
 NARROW = LlamaConfig(**{**SHAPE.to_dict(), "head_dim": 12})
 TAPS = (2, 4, 5, -1)
 # answers of many tokens, of one, at the end of a text, and none that a drafter could write
-SPANS = {17: [(3, 5), (6, 7), (8, 17)], 9: [(2, 4), (8, 9)], 8: [(0, 1)], 12: [(2, 12)]}
+SPANS = {
+    17: [(3, 5), (6, 7), (8, 17)],
+    9: [(2, 4), (8, 9)],
+    8: [(0, 1)],
+    12: [(2, 12)],
+}
 # one text with a gap that no draft bridges
 ONE = {30: [(6, 20), (29, 30)]}
 # one run of more rows than attention reads at once
@@ -82,7 +87,11 @@ Weights = dict[str, Tensor]
 
 
 def causal_states(
-    head: Any, tokens: Tensor, hidden: Tensor, start: int, target_head: TargetHead
+    head: Any,
+    tokens: Tensor,
+    hidden: Tensor,
+    start: int,
+    target_head: TargetHead,
 ) -> Tensor:
     """Return [B, T, H], the states of one causal pass without a cache over slots that begin at position `start`.
 

@@ -84,7 +84,9 @@ def fill(folder: Path, target: Target) -> None:
 
 @pytest.fixture(scope="module")
 def whole(
-    tmp_path_factory: pytest.TempPathFactory, examples: list[Example], tiny_target: Target
+    tmp_path_factory: pytest.TempPathFactory,
+    examples: list[Example],
+    tiny_target: Target,
 ) -> Path:
     """An uninterrupted store; tests that damage it work on a copy."""
     folder = tmp_path_factory.mktemp("store")
@@ -124,7 +126,9 @@ def fork(work: Callable[[], None]) -> int:
 
 @pytest.mark.slow
 def test_a_store_gives_back_what_went_in(
-    whole: Path, examples: list[Example], tiny_target: Target
+    whole: Path,
+    examples: list[Example],
+    tiny_target: Target,
 ) -> None:
     """Tokens, masks and the model's own hidden states, in the data's order, whatever order they were computed in."""
     store = FeatureStore(whole, IDENTITY)
@@ -169,7 +173,10 @@ def test_others_can_read_and_check_the_shards(whole: Path) -> None:
 
 @pytest.mark.slow
 def test_twelve_kills_leave_no_trace(
-    whole: Path, examples: list[Example], tiny_target: Target, tmp_path: Path
+    whole: Path,
+    examples: list[Example],
+    tiny_target: Target,
+    tmp_path: Path,
 ) -> None:
     """Killed at any moment and run again: the same bytes, and nothing that was whole is written twice."""
     num_kills = 12
@@ -232,7 +239,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damage_is_named_and_mended(
-    damage: str, copy: Path, whole: Path, tiny_target: Target
+    damage: str,
+    copy: Path,
+    whole: Path,
+    tiny_target: Target,
 ) -> None:
     """A broken shard is named, the others serve, and a repair computes that one alone."""
     apply_damage, reason = DAMAGES[damage]
@@ -289,7 +299,10 @@ def test_a_shard_that_was_right_is_not_read_whole_again(copy: Path) -> None:
 
 @pytest.mark.slow
 def test_a_shard_of_another_store_is_seen(
-    copy: Path, examples: list[Example], tiny_target: Target, tmp_path: Path
+    copy: Path,
+    examples: list[Example],
+    tiny_target: Target,
+    tmp_path: Path,
 ) -> None:
     """Equal size and a checksum that fits are not enough."""
     other = tmp_path / "other"
@@ -394,7 +407,10 @@ def test_a_disk_that_fills_up_is_seen_before_each_shard(
 
 @pytest.mark.slow
 def test_a_second_extraction_of_the_same_shards_spoils_nothing(
-    whole: Path, examples: list[Example], tiny_target: Target, tmp_path: Path
+    whole: Path,
+    examples: list[Example],
+    tiny_target: Target,
+    tmp_path: Path,
 ) -> None:
     """The second does not know of the first, and runs from start to end while that is within a shard."""
     store = create_store(tmp_path, examples)
@@ -420,7 +436,9 @@ def test_a_second_extraction_of_the_same_shards_spoils_nothing(
     ],
 )
 def test_another_identity_is_refused_by_name(
-    change: dict[str, Any], difference: str, whole: Path
+    change: dict[str, Any],
+    difference: str,
+    whole: Path,
 ) -> None:
     """Nothing is read from a store that was made by something else."""
     with pytest.raises(ValueError, match="not those that this run needs") as refused:
@@ -442,7 +460,9 @@ def test_fewer_taps_than_stored_are_served(whole: Path) -> None:
 
 @pytest.mark.slow
 def test_a_store_that_says_auto_is_read(
-    examples: list[Example], tiny_target: Target, tmp_path: Path
+    examples: list[Example],
+    tiny_target: Target,
+    tmp_path: Path,
 ) -> None:
     """Older stores did; the precision that they hold as well says what it was."""
     auto = {"weights": "w", "dtype": "auto"}
@@ -456,7 +476,9 @@ def test_a_store_that_says_auto_is_read(
 
 
 def test_states_that_are_not_finite_are_refused(
-    examples: list[Example], tiny_target: Target, tmp_path: Path
+    examples: list[Example],
+    tiny_target: Target,
+    tmp_path: Path,
 ) -> None:
     """An overflow in the target ends the extraction instead of poisoning the training."""
     create_store(tmp_path, examples)

@@ -121,7 +121,10 @@ def assert_equal_but_for_rounding(first: Path, second: Path) -> None:
 
 @pytest.mark.engine
 def test_an_undisturbed_run_has_the_targets_own_answers(
-    target: Path, environment: Path, prepare: Callable[..., list[str]], tmp_path: Path
+    target: Path,
+    environment: Path,
+    prepare: Callable[..., list[str]],
+    tmp_path: Path,
 ) -> None:
     """Without its key the server refuses; beside a slower one, a server answers more, and the file is the same."""
     quiet = tmp_path / "quiet.jsonl"

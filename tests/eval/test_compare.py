@@ -176,7 +176,9 @@ def test_equal_time_is_within_a_step(values: dict[str, Any], tmp_path: Path) -> 
 
 
 def test_a_changed_arm_alone_is_trained_again(
-    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    values: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Arms that start from it are trained again too."""
     trained: list[tuple[str, int]] = []
@@ -267,7 +269,9 @@ def read_greedy(comparison: Comparison) -> tuple[dict[str, Any], dict[str, Any]]
 
 
 def test_the_table_by_context_against_plain_counting(
-    comparison: Comparison, table: ComparisonTable, monkeypatch: pytest.MonkeyPatch
+    comparison: Comparison,
+    table: ComparisonTable,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An answer counts where its middle lies; planted fault: short and long answers change places."""
     answers, rows = read_greedy(comparison)

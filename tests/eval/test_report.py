@@ -140,7 +140,12 @@ def make_row(drafter: str, cycles: int, seconds: float, **changes: Any) -> dict[
 def test_groups_pool_cycles_and_compare_with_none() -> None:
     """Acceptance length is pooled over cycles; speedup is over plain decoding at the same temperature."""
     # the second answer is longer, so that pooling is not the mean of both
-    more = {"conversation": "b", "tokens": 21, "committed": 20, "identical": False}
+    more = {
+        "conversation": "b",
+        "tokens": 21,
+        "committed": 20,
+        "identical": False,
+    }
     rows = [
         make_row("none", 10, 1.0),
         make_row("none", 10, 1.0, conversation="b"),
@@ -161,7 +166,9 @@ def test_groups_pool_cycles_and_compare_with_none() -> None:
     ("cpu_seconds", "shown"), [((1.0, 0.4), True), ((2.0, 1.55), False), ((), False)]
 )
 def test_a_busy_machine_is_told_by_cpu_seconds(
-    cpu_seconds: tuple[float, ...], shown: bool, tmp_path: Path
+    cpu_seconds: tuple[float, ...],
+    shown: bool,
+    tmp_path: Path,
 ) -> None:
     """If answers took longer than their CPU seconds, the speedup in CPU seconds is shown too."""
     rows = [make_row("none", 7, 2.0), make_row("x", 3, 1.6)]

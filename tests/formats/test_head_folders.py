@@ -40,7 +40,12 @@ def target() -> Target:
 def folder(target: Target, tmp_path: Path) -> Path:
     """A head as training leaves it."""
     head = make_head({"kind": "eagle3", "taps": (2, 4, 5)}, target)
-    save_head(tmp_path / "head", head, "target: {path: some/target}\n", {"torch": "1"})
+    save_head(
+        tmp_path / "head",
+        head,
+        "target: {path: some/target}\n",
+        {"torch": "1"},
+    )
     return tmp_path / "head"
 
 
@@ -204,10 +209,17 @@ def test_an_acceptance_length_names_its_tree(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rows, unfinished", [(1, True), (2, False)])
 def test_an_unfinished_measurement_is_called_so(
-    rows: int, unfinished: bool, tmp_path: Path
+    rows: int,
+    unfinished: bool,
+    tmp_path: Path,
 ) -> None:
     """An export or a card may be written while `eagle measure` runs."""
-    row = {"drafter": "eagle1", "temperature": 0.0, "committed": 6, "cycles": 3}
+    row = {
+        "drafter": "eagle1",
+        "temperature": 0.0,
+        "committed": 6,
+        "cycles": 3,
+    }
     lines = [{"run": {"prompts": 2}}, *[row] * rows]
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (tmp_path / "results.jsonl").write_text(text)

@@ -78,7 +78,12 @@ def folder(
     )
     run = tmp_path / "runs/mine"
     record = {"torch": torch.__version__, "validation": {"tree_tau": 2.5}}
-    save_head(run / "head", make_head({"kind": "eagle1"}, target), recipe.dump(), record)
+    save_head(
+        run / "head",
+        make_head({"kind": "eagle1"}, target),
+        recipe.dump(),
+        record,
+    )
     # the last checkpoint, which is not the best one
     shutil.copytree(run / "head", run / "last")
     (run / "metrics.jsonl").write_text(json.dumps({"step": 0, "total": 9.0}) + "\n")

@@ -425,7 +425,12 @@ def test_a_recipe_takes_a_step_at_a_sixteenth_of_its_size(path: Path) -> None:
     batch = collate(examples, taps)
 
     method = DRAFTERS[settings.kind]
-    head = method.for_target(settings, target.config, target.head, supervised=texts).train()
+    head = method.for_target(
+        settings,
+        target.config,
+        target.head,
+        supervised=texts,
+    ).train()
 
     assert head.shape.rope_parameters == getattr(target.config, "rope_parameters", PLAIN_ROPE)
 

@@ -112,7 +112,9 @@ def texts(tiny_target_dir: Path) -> list[str]:
 
 
 def test_both_tokenizers_give_the_same_ids_and_the_text_back(
-    tokenizer: Any, pieces: SentencePieceProcessor, texts: list[str]
+    tokenizer: Any,
+    pieces: SentencePieceProcessor,
+    texts: list[str],
 ) -> None:
     """SentencePiece and transformers agree on every id, and decoding returns what was encoded."""
     ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
@@ -243,7 +245,10 @@ def test_half_of_a_hybrid_is_linear_attention(tokenizer: Any) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("architecture", MODELS)
 def test_the_same_seed_gives_the_same_weights(
-    architecture: str, tiny_target_dir: Path, tokenizer: Any, tmp_path: Path
+    architecture: str,
+    tiny_target_dir: Path,
+    tokenizer: Any,
+    tmp_path: Path,
 ) -> None:
     """Two runs with one seed agree bit by bit; another seed gives other weights."""
     rows = pack_conversations(read_split(tiny_target_dir, "train"), tokenizer)
@@ -354,7 +359,10 @@ def test_weights_and_data_depend_on_no_hash_seed_and_no_directory(tmp_path: Path
 
 
 def bigram_perplexity(
-    seen: torch.Tensor, rows: torch.Tensor, vocabulary: int, discount: float = 0.75
+    seen: torch.Tensor,
+    rows: torch.Tensor,
+    vocabulary: int,
+    discount: float = 0.75,
 ) -> float:
     """Return the perplexity of a bigram model with interpolated Kneser-Ney smoothing, fitted on `seen`.
 

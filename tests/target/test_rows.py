@@ -56,7 +56,13 @@ def assert_right(target: Target, requests: list[Request], batch_size: int) -> No
     prompts = [request.prompt for request in requests]
     limit = requests[0].limit
     for drafter in (NoDrafter(), NgramDrafter(), KnowsAnswers(requests)):
-        answers = decode_batch(target, drafter, prompts, limit, batch_size=batch_size)
+        answers = decode_batch(
+            target,
+            drafter,
+            prompts,
+            limit,
+            batch_size=batch_size,
+        )
         assert answers == [request.answer for request in requests]
 
 
@@ -174,7 +180,12 @@ def test_a_cache_never_holds_more_than_it_may(most: int) -> None:
 
     for seed in range(3):
         drafter = KnowsAnswers(requests, taps=(0,))
-        decoding = Decoding(bench.target, drafter, batch_size=6, max_tokens_in_cache=most)
+        decoding = Decoding(
+            bench.target,
+            drafter,
+            batch_size=6,
+            max_tokens_in_cache=most,
+        )
         traces = [Trace([]) for _ in requests]
         for request in random.Random(seed).sample(requests, len(requests)):
             add(decoding, request, traces)
@@ -219,11 +230,22 @@ def test_a_prompt_that_never_fits_is_refused_before_the_first_token() -> None:
     with counting_sequences(bench.target) as counts:
         # nothing may have been read when the error comes
         with pytest.raises(ValueError, match="take up to 109 tokens, the cache may hold 100"):
-            decode_batch(bench.target, NoDrafter(), prompts, 8, max_tokens_in_cache=100)
+            decode_batch(
+                bench.target,
+                NoDrafter(),
+                prompts,
+                8,
+                max_tokens_in_cache=100,
+            )
         assert not counts
 
     traces = [Trace([]) for _ in requests]
-    decoding = Decoding(bench.target, NoDrafter(), batch_size=3, max_tokens_in_cache=100)
+    decoding = Decoding(
+        bench.target,
+        NoDrafter(),
+        batch_size=3,
+        max_tokens_in_cache=100,
+    )
     add(decoding, requests[0], traces)
     decoding.step()
 
@@ -273,7 +295,11 @@ TAPS = (0, 2, -1)
 
 
 def check_path(
-    bench: Bench, sequence: list[int], tree: DraftTree, path: list[int], out: Any
+    bench: Bench,
+    sequence: list[int],
+    tree: DraftTree,
+    path: list[int],
+    out: Any,
 ) -> None:
     """Compare a path of a tree with the sequence that it makes, read by the plain model."""
     tokens = torch.tensor([[*sequence, *tree.tokens[path].tolist()]])
@@ -287,7 +313,10 @@ def check_path(
 
 
 def read_prompts(
-    bench: Bench, state: TargetState, sequences: dict[int, list[int]], chunk: int
+    bench: Bench,
+    state: TargetState,
+    sequences: dict[int, list[int]],
+    chunk: int,
 ) -> None:
     """Read the prompts that were admitted, in chunks, and compare their features with those of plain forwards."""
     while state.prompts:

@@ -43,7 +43,10 @@ def three_steps(command: list[str], tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.mark.parametrize("config", ["ddp", ZERO2])
 def test_two_processes_are_one_on_the_same_steps(
-    config: str, command: list[str], alone: Path, tmp_path: Path
+    config: str,
+    command: list[str],
+    alone: Path,
+    tmp_path: Path,
 ) -> None:
     """Losses, validation and weights agree; stopped after a checkpoint and gone on with, the bytes are equal."""
     out = tmp_path / "run"
@@ -81,7 +84,10 @@ def test_two_processes_are_one_on_the_same_steps(
 
 @pytest.mark.parametrize("config", ["ddp", ZERO2])
 def test_nan_on_one_of_two_processes_is_skipped_by_both(
-    config: str, command: list[str], store_folder: Path, tmp_path: Path
+    config: str,
+    command: list[str],
+    store_folder: Path,
+    tmp_path: Path,
 ) -> None:
     """Nobody hangs; the conversation is named, and the weights are those of one process that skips it too."""
     shutil.copytree(store_folder, tmp_path / "store")
@@ -119,7 +125,11 @@ def test_nan_on_one_of_two_processes_is_skipped_by_both(
     ],
 )
 def test_features_computed_while_training_are_those_of_the_store(
-    config: str, override: str, command: list[str], three_steps: Path, tmp_path: Path
+    config: str,
+    override: str,
+    command: list[str],
+    three_steps: Path,
+    tmp_path: Path,
 ) -> None:
     """By a target that every process holds whole under ZeRO-3, or whose layers are spread: the same head is learned."""
     out = tmp_path / "run"
@@ -141,7 +151,9 @@ runpy.run_path({SCRIPT!r}, run_name="__main__")
 
 @pytest.mark.parametrize("config", ["ddp", ZERO2])
 def test_a_disk_that_is_full_for_one_process_hangs_nobody(
-    config: str, command: list[str], tmp_path: Path
+    config: str,
+    command: list[str],
+    tmp_path: Path,
 ) -> None:
     """The checkpoint fails for all and the run goes on; with DeepSpeed it ends at once, and can be gone on with."""
     out = tmp_path / "run"
@@ -166,7 +178,12 @@ def test_a_disk_that_is_full_for_one_process_hangs_nobody(
 
 def ip(line: str) -> None:
     """Run a command of iproute2."""
-    subprocess.run(["ip", *line.split()], check=True, capture_output=True, timeout=20)
+    subprocess.run(
+        ["ip", *line.split()],
+        check=True,
+        capture_output=True,
+        timeout=20,
+    )
 
 
 @pytest.fixture
@@ -195,7 +212,10 @@ def hosts() -> Iterator[list[str]]:
 
 
 def test_two_hosts_are_one(
-    hosts: list[str], command: list[str], alone: Path, tmp_path: Path
+    hosts: list[str],
+    command: list[str],
+    alone: Path,
+    tmp_path: Path,
 ) -> None:
     """Joined by a wire, with a folder that both see: the head of one process."""
     out = tmp_path / "run"
@@ -208,7 +228,11 @@ def test_two_hosts_are_one(
         line = ["ip", "netns", "exec", name, *launcher, *where.split(), str(rank)]
         line += [SCRIPT, *command, *EVERY, f"train.out={out}"]
         # Gloo must find the wire
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": name}
+        env = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": name,
+        }
         started.append(subprocess.Popen(line, env=env, cwd=ROOT, start_new_session=True))
 
     try:

@@ -128,7 +128,9 @@ def test_a_process_that_is_starting_handles_ctrl_c(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("config", [None, "ddp"])
 def test_ctrl_c_in_training_says_where_it_goes_on(
-    config: str | None, command: list[str], tmp_path: Path
+    config: str | None,
+    command: list[str],
+    tmp_path: Path,
 ) -> None:
     """One sentence, of however many processes; the same command goes on from that step."""
     checkpoints = tmp_path / "run/checkpoints"
@@ -139,7 +141,13 @@ def test_ctrl_c_in_training_says_where_it_goes_on(
 
     with log.open("w") as file:
         # a group of its own gets the signal, as that of a terminal does
-        started = subprocess.Popen(line, stdout=file, stderr=file, cwd=ROOT, start_new_session=True)
+        started = subprocess.Popen(
+            line,
+            stdout=file,
+            stderr=file,
+            cwd=ROOT,
+            start_new_session=True,
+        )
 
     try:
         deadline = time.monotonic() + 200

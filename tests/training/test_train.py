@@ -47,7 +47,10 @@ def clip_naively(head: Any, limit: float) -> None:
 
 
 def train_naively(
-    command: list[str], target: Target, steps: list[list[int]], left_out: int = -1
+    command: list[str],
+    target: Target,
+    steps: list[list[int]],
+    left_out: int = -1,
 ) -> dict[str, Tensor]:
     """Return the weights after the loop as a textbook writes it, whose update of step `left_out` is skipped.
 
@@ -59,7 +62,11 @@ def train_naively(
     settings = settings_of(recipe.drafter.model_dump(), "test")
     torch.manual_seed(section.seed)
     head = DRAFTERS[settings.kind].for_target(settings, target.config).train()
-    options: dict[str, Any] = {"betas": section.betas, "weight_decay": 0.0, "foreach": False}
+    options: dict[str, Any] = {
+        "betas": section.betas,
+        "weight_decay": 0.0,
+        "foreach": False,
+    }
     optimizer = torch.optim.AdamW(head.parameters(), lr=section.lr, **options)
 
     for step, indices in enumerate(steps):
@@ -110,7 +117,10 @@ def is_same(trained: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("accumulation", [1, 2, 8])
 def test_the_loop_is_the_naive_one(
-    accumulation: int, command: list[str], tiny_target: Target, tmp_path: Path
+    accumulation: int,
+    command: list[str],
+    tiny_target: Target,
+    tmp_path: Path,
 ) -> None:
     """Parts of a step add up to it, a part that repeats an example too; in another order the weights differ."""
     trained = weights(run(command, tmp_path / "run", f"train.accumulation={accumulation}"))
@@ -124,7 +134,11 @@ def test_the_loop_is_the_naive_one(
     ("mean_over", "accumulation"), [("all", 1), ("all", 3), ("texts", 4), ("texts", 6)]
 )
 def test_losses_are_divided_as_asked(
-    mean_over: str, accumulation: int, command: list[str], tiny_target: Target, tmp_path: Path
+    mean_over: str,
+    accumulation: int,
+    command: list[str],
+    tiny_target: Target,
+    tmp_path: Path,
 ) -> None:
     """By all tokens of a step, in any parts, or by those of each sequence; each is another head."""
     asked = [f"train.mean_over={mean_over}", f"train.accumulation={accumulation}"]
@@ -140,7 +154,9 @@ def test_means_over_texts_need_a_part_for_each(command: list[str], tmp_path: Pat
 
 
 def test_what_follows_the_runs_progress_goes_on_where_it_was(
-    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A head that is trained otherwise as the run proceeds: two halves are the whole, to the byte."""
     progress: list[float] = []
@@ -209,7 +225,10 @@ def test_validation_has_one_gate(whole: Path, command: list[str], tmp_path: Path
     ],
 )
 def test_another_run_is_not_continued(
-    override: str, message: str, whole: Path, command: list[str]
+    override: str,
+    message: str,
+    whole: Path,
+    command: list[str],
 ) -> None:
     """A folder belongs to the run that began in it."""
     with pytest.raises(ValueError, match=rf"holds a run with {message}.*another train\.out"):
@@ -217,7 +236,10 @@ def test_another_run_is_not_continued(
 
 
 def test_a_folder_may_move_and_watching_may_change(
-    whole: Path, command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    whole: Path,
+    command: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Where a run lies, and how often it is looked at, are no part of it."""
     moved = tmp_path / "moved"

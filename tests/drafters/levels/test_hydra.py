@@ -75,7 +75,13 @@ def difference(name: str, answers: dict[int, list[tuple[int, int]]]) -> float:
     texts = texts_of(answers, FP64)
 
     def loop(weights: Weights) -> Tensor:
-        return naive_hydra.hydra_loss(weights, head.settings, head.shape, texts, target_head)
+        return naive_hydra.hydra_loss(
+            weights,
+            head.settings,
+            head.shape,
+            texts,
+            target_head,
+        )
 
     return apart(head, computed(head, collate(texts, TAPS), target_head), gradients_of(head, loop))
 

@@ -66,7 +66,10 @@ def read_cycle(table: Table, target: Target, text: list[int], cycle: Cycle) -> N
 
 
 def find_difference(
-    target: Target, drafter: Any, sampling: Sampling, budget: Budget = TREE
+    target: Target,
+    drafter: Any,
+    sampling: Sampling,
+    budget: Budget = TREE,
 ) -> str | None:
     """Return where the trees of several prompts are not those of the dictionary; None if they all are."""
     table: Table = {}
@@ -130,7 +133,12 @@ def test_a_table_of_rejected_nodes_alone_is_seen(
                 if token not in accepted
             ]
             followers = Followers(update.followers.tokens[kept], update.followers.likeliest[kept])
-            changed[row] = Committed(update.tokens, None, update.root, followers=followers)
+            changed[row] = Committed(
+                update.tokens,
+                None,
+                update.root,
+                followers=followers,
+            )
         return propose(state, changed, budgets)
 
     monkeypatch.setattr(RecyclingState, "propose", leave_out_accepted)
@@ -143,7 +151,9 @@ def test_a_table_of_rejected_nodes_alone_is_seen(
 @pytest.mark.parametrize("batch_size", [1, 3])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_output_is_that_of_plain_decoding(
-    temperature: float, batch_size: int, small: Target
+    temperature: float,
+    batch_size: int,
+    small: Target,
 ) -> None:
     """Whatever the table holds, by itself or before another drafter, and drafts are accepted."""
     for name in ("recycling", "recycling,ngram", "ngram,recycling"):
@@ -157,7 +167,12 @@ def test_the_output_is_that_of_plain_decoding(
                 "batch_size": batch_size,
             }
             got = generate(small, drafter, PROMPTS, **options)
-            plain = generate(small, load_drafter("none", small), PROMPTS, **options)
+            plain = generate(
+                small,
+                load_drafter("none", small),
+                PROMPTS,
+                **options,
+            )
             assert [trace.tokens for trace in got] == [trace.tokens for trace in plain]
             accepted += sum(cycle.accepted for trace in got for cycle in trace.cycles)
         assert accepted > 10
@@ -273,7 +288,9 @@ def rank_by_sort(logits: Tensor, count: int) -> Tensor:
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_equal_logits_are_ranked_by_token_id(
-    dtype: torch.dtype, on_device: bool, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype,
+    on_device: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Inside the best tokens and at their end, where the host may look and where it would wait for a device."""
     monkeypatch.setattr(sampling_module, "must_wait", lambda device: on_device)

@@ -210,7 +210,12 @@ def started(
     """Return the head that a training run with `train.init` starts from."""
     train = recipe.train.model_copy(update={"init": str(init)})
     asked = recipe.model_copy(update={"train": train})
-    return first_head(asked, settings, EmptyData(), EmptyData())  # type: ignore[arg-type]
+    return first_head(
+        asked,
+        settings,
+        EmptyData(),
+        EmptyData(),
+    )  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

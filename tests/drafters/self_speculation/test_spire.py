@@ -373,7 +373,13 @@ def count_other_trees(window: Window, budget: Budget) -> int:
         root = 11 + end
         update = Committed(text.tokens[start:end], features[start:end], root)
         tree = state.propose({5: update}, {5: budget})[5]
-        expected = naive_tree(head, target_head, features[:end], root, budget=budget)
+        expected = naive_tree(
+            head,
+            target_head,
+            features[:end],
+            root,
+            budget=budget,
+        )
         same_tokens = torch.equal(tree.tokens, expected.tokens)
         count += not (same_tokens and torch.equal(tree.parents, expected.parents))
     return count

@@ -75,7 +75,11 @@ def eagle3_shapes(
     norms: Shapes = {"input_layernorm.weight": (H,), "hidden_norm.weight": (H,)}
     block = attention_shapes(2 * H, head_dim) | MLP | norms
     shapes = {f"{layer}.{name}": shape for name, shape in block.items()}
-    shapes |= {"fc.weight": (H, 3 * H), "norm.weight": (H,), "lm_head.weight": (drafted, H)}
+    shapes |= {
+        "fc.weight": (H, 3 * H),
+        "norm.weight": (H,),
+        "lm_head.weight": (drafted, H),
+    }
     if offsets:
         shapes |= {"d2t": (drafted,), "t2d": (V,)}
     return shapes
@@ -86,7 +90,12 @@ NO_BIAS = {"kind": "eagle1", "fc_bias": False}
 PLAIN = {"kind": "eagle3", "draft_vocab": D}
 FULL = {"kind": "eagle3"}
 NEWER = {**PLAIN, "fc_norm": True, "norm_output": True}
-JOINT = {**PLAIN, "norm_before_fc": True, "norm_before_residual": True, "norm_output": True}
+JOINT = {
+    **PLAIN,
+    "norm_before_fc": True,
+    "norm_before_residual": True,
+    "norm_output": True,
+}
 NORMED = {**PLAIN, "norm_before_residual": True}
 SPECULATORS = eagle3_shapes("layers.0") | EMBEDDING
 # engines, settings of a head, and the tensors that the engines get
@@ -302,7 +311,13 @@ def test_what_stands_beside_an_export(target: Target, tmp_path: Path) -> None:
     recipe = "target: {path: some/target}\ndata: {template_kwargs: {enable_thinking: false}}\n"
     (folder / "recipe.yaml").write_text(recipe)
     # each level's rate counts what the level before accepted: 0.8, 0.4, 0.2, 0.1
-    rates = {"chain/1": 0.8, "chain/2": 0.5, "chain/3": 0.5, "chain/4": 0.5, "chain/tau": 2.5}
+    rates = {
+        "chain/1": 0.8,
+        "chain/2": 0.5,
+        "chain/3": 0.5,
+        "chain/4": 0.5,
+        "chain/tau": 2.5,
+    }
     record = {"validation": rates, "target": {"weights": "abc"}}
     # as validation counted them
     (folder / "provenance.json").write_text(json.dumps(record))
@@ -328,7 +343,13 @@ def test_a_head_is_not_overwritten_by_its_export(target: Target, tmp_path: Path)
     """Its own folder is refused."""
     (tmp_path / "recipe.yaml").write_text("")
     with pytest.raises(ValueError, match="name another folder"):
-        export(head_for(PLAIN, target), target.config, "vllm", out=tmp_path, head=tmp_path)
+        export(
+            head_for(PLAIN, target),
+            target.config,
+            "vllm",
+            out=tmp_path,
+            head=tmp_path,
+        )
     assert [path.name for path in tmp_path.iterdir()] == ["recipe.yaml"]
 
 

@@ -27,7 +27,12 @@ def propose_along_text(head: Any, order: tuple[int, ...] | None = None) -> list[
     """Return what a head drafts along a random text, whose features may come in another order."""
     generator = torch.Generator().manual_seed(5)
     tokens = torch.randint(SHAPE.vocab_size, (30,), generator=generator)
-    features = torch.randn(30, len(head.taps), SHAPE.hidden_size, generator=generator)
+    features = torch.randn(
+        30,
+        len(head.taps),
+        SHAPE.hidden_size,
+        generator=generator,
+    )
     if order is not None:
         features = features[:, list(order)]
     state = head.bind(frozen_head(torch.float32)).begin()
@@ -108,7 +113,13 @@ def test_only_an_engine_that_slides_gets_a_window(
 ) -> None:
     """vLLM with EAGLE-3 and no sinks; all others would attend to more positions than the head was trained on."""
     changes = {"fc_bias": False} if name == "hass" else {}
-    head, shape = bound_head(engine, name, tmp_path, window=Window(sinks, 5), **changes)
+    head, shape = bound_head(
+        engine,
+        name,
+        tmp_path,
+        window=Window(sinks, 5),
+        **changes,
+    )
     if (engine, name, sinks) == ("vllm", "eagle3", 0):
         config = EXPORTERS[engine](head, shape).config
         assert config["sliding_window"] == 5

@@ -218,7 +218,11 @@ def test_faults_of_speculators_and_modelopt(tmp_path: Path) -> None:
     assert [finding.engines for finding in found.findings if finding.fatal] == [("vLLM",)]
 
     # what ModelOpt writes into every export
-    yarn = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 64}
+    yarn = {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "original_max_position_embeddings": 64,
+    }
     head = made.saying(made.modelopt(), rope_scaling=yarn)
     found = inspect(made.write(tmp_path / "modelopt", head))
     assert "input_layernorm too" in str(found)

@@ -61,7 +61,16 @@ def list_misfits(kind: str) -> list[str]:
     return [what for what in OTHERS if what != "layers" or kind in DEEP]
 
 
-@pytest.mark.quick("hass", "eagle3", "medusa", "hydra", "falcon", "spire", "peagle", "mtp")
+@pytest.mark.quick(
+    "hass",
+    "eagle3",
+    "medusa",
+    "hydra",
+    "falcon",
+    "spire",
+    "peagle",
+    "mtp",
+)
 @pytest.mark.parametrize("kind", HEADS)
 def test_it_is_not_loaded(
     kind: str,
