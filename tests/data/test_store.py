@@ -6,9 +6,7 @@ import json
 import os
 import random
 import shutil
-import signal
 import subprocess
-import time
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
@@ -111,19 +109,6 @@ def read_times(folder: Path, pattern: str = "shard*") -> dict[str, int]:
     return {path.name: path.stat().st_mtime_ns for path in folder.glob(pattern)}
 
 
-def fork(work: Callable[[], None]) -> int:
-    """Start a process that does the work, with everything loaded, and return its id."""
-    pid = os.fork()
-    if pid:
-        return pid
-    try:
-        work()
-        os._exit(0)
-    except BaseException as error:
-        os.write(2, repr(error).encode())
-        os._exit(1)
-
-
 @pytest.mark.slow
 def test_a_store_gives_back_what_went_in(
     whole: Path,
@@ -169,46 +154,6 @@ def test_others_can_read_and_check_the_shards(whole: Path) -> None:
         cwd=whole,
     )
     assert check.returncode == 0
-
-
-@pytest.mark.slow
-def test_twelve_kills_leave_no_trace(
-    whole: Path,
-    examples: list[Example],
-    tiny_target: Target,
-    tmp_path: Path,
-) -> None:
-    """Killed at any moment and run again: the same bytes, and nothing that was whole is written twice."""
-    num_kills = 12
-    store = create_store(tmp_path, examples)
-    chance = random.Random(5)
-    written: dict[str, int] = {}
-    num_inside = 0
-    for kill in range(num_kills):
-        pid = fork(lambda: fill(tmp_path, tiny_target))
-        # from the first shard to the last
-        wanted = kill * len(store.plan) // num_kills
-        while len(read_times(tmp_path, "*.sha256")) < wanted or not list(tmp_path.glob("*.part")):
-            time.sleep(0.0005)
-        # the moment within a shard is random
-        time.sleep(chance.random() * 0.01)
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        parts = list(tmp_path.glob("*.part"))
-        # one shard, or the next one begun while a checksum is written
-        assert len(parts) <= 2
-        num_inside += any(path.stat().st_size for path in parts)
-        checked = [path.stem for path in tmp_path.glob("*.sha256")]
-        times = read_times(tmp_path)
-        assert written.items() <= times.items()
-        written = {name: times[name] for name in checked}
-        # as the command does once it has the lock
-        for path in parts:
-            path.unlink()
-    assert len(written) >= 0.8 * len(store.plan) >= 16
-    assert num_inside >= 3
-    fill(tmp_path, tiny_target)
-    assert read_files(tmp_path) == read_files(whole)
 
 
 def flip_bit(path: Path) -> None:

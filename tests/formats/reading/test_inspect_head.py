@@ -252,23 +252,6 @@ def test_a_head_of_this_project_is_healthy(variant: str, tmp_path: Path) -> None
     assert any("weights are others" in what for what in fatal)
 
 
-@pytest.mark.slow
-def test_it_does_not_fail_whatever_is_missing(tmp_path: Path) -> None:
-    """Every tensor and every key removed, alone and together."""
-    target = made.write_target(tmp_path / "target")
-    folder = tmp_path / "head"
-    for head in (portable(), made.eagle1(), made.speculators()):
-        for name in (*head[1], *head[0]):
-            made.write(folder, change_head(head, {name: None}))
-            assert str(inspect(folder, target))
-    made.write(folder, ({}, {}))
-
-    assert inspect(folder, target).findings
-
-    (folder / "config.json").write_text(json.dumps([1]))
-    assert inspect(folder).fatal
-
-
 @pytest.mark.parametrize(
     ("mask_token", "is_ordinary"),
     # a token of texts, a special one, one beyond the tokenizer, and the last of the vocabulary
