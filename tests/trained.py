@@ -73,7 +73,11 @@ def weights(out: Path, name: str = "last") -> dict[str, Tensor]:
 def apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     """Return the largest difference of any weight."""
     assert one.keys() == other.keys()
-    return max(float((one[name].double() - other[name].double()).abs().max()) for name in one)
+    differences = []
+    for name, tensor in one.items():
+        difference = tensor.double() - other[name].double()
+        differences.append(float(difference.abs().max()))
+    return max(differences)
 
 
 def equal(one: Path, other: Path, name: str = "last") -> bool:

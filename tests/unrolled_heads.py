@@ -231,7 +231,10 @@ def apart(head: Any, own: Weights, true: Weights) -> float:
     if not getattr(head.settings, "train_lm_head", True):
         true = {name: value for name, value in true.items() if name != "lm_head.weight"}
     assert own.keys() == true.keys()
-    errors = [(own[name] - value).abs().max() / value.abs().max() for name, value in true.items()]
+    errors = []
+    for name, value in true.items():
+        error = (own[name] - value).abs().max()
+        errors.append(error / value.abs().max())
     # the maximum is not a number where one of them is not
     return float(torch.stack(errors).max())
 

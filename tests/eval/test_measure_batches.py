@@ -333,7 +333,9 @@ def test_a_fault_of_batches_is_not_identical(
 
     def rotated(state: TargetState, paths: Mapping[int, Sequence[int]]) -> None:
         rows = list(paths)
-        keep(state, dict(zip(rows, [paths[row] for row in rows[1:] + rows[:1]], strict=True)))
+        neighbours = rows[1:] + rows[:1]
+        wrong = {row: paths[other] for row, other in zip(rows, neighbours, strict=True)}
+        keep(state, wrong)
 
     monkeypatch.setattr(TargetState, "keep", rotated)
     # a path of another tree may also be out of range

@@ -184,7 +184,10 @@ def test_sampled_drafts_are_not_replayed(
 def test_rates_count_the_child_that_was_chosen() -> None:
     """Rates by depth and rank are over the nodes that have a child of that rank; counted by hand."""
     tree = DraftTree.from_paths(0, [(5,), (6,), (7,), (5, 8), (6, 8), (6, 9)])
-    node = {tuple(tree.tokens[tree.path(n)[1:]].tolist()): n for n in range(len(tree))}
+    node = {}
+    for index in range(len(tree)):
+        path = tree.path(index)[1:]
+        node[tuple(tree.tokens[path].tolist())] = index
     cycles = [
         (tree, [0]),
         (tree, [0, node[6,]]),

@@ -6,6 +6,7 @@ import copy
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -204,7 +205,10 @@ def test_a_cache_gives_back_what_long_sequences_held() -> None:
     bench = Bench("llama")
     long = ask_all(bench.model, [200], limit=4)
     short = ask_all(bench.model, [5, 6, 7], limit=30)
-    requests = [*long, *(Request(r.prompt, {}, r.limit, r.number + 1, r.answer) for r in short)]
+    requests = list(long)
+    for request in short:
+        # the long one is number 0
+        requests.append(replace(request, number=request.number + 1))
     decoding = Decoding(bench.target, NoDrafter(), batch_size=4)
     traces = [Trace([]) for _ in requests]
 

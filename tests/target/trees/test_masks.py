@@ -78,7 +78,13 @@ def test_each_layer_type_gets_its_mask(indexed: Any) -> None:
     # a root, its two children, and a child of the first of them
     starts = [9, 6]
     depths = [0, 1, 1, 2]
-    ancestors = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]).bool()
+    seen = [
+        [1, 0, 0, 0],
+        [1, 1, 0, 0],
+        [1, 0, 1, 0],
+        [1, 1, 0, 1],
+    ]
+    ancestors = torch.tensor(seen).bool()
     positions = torch.tensor(starts)[:, None] + torch.tensor(depths)
     masks = Masks(indexed, config, grouped=False)(starts, positions, ancestors.expand(2, -1, -1))
 
