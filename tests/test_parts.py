@@ -186,7 +186,11 @@ class _AllCounted(Exception):
 
 
 def learn(
-    head: Any, target_head: TargetHead, processes: int, accumulation: int, sampled: bool = False
+    head: Any,
+    target_head: TargetHead,
+    processes: int,
+    accumulation: int,
+    sampled: bool = False,
 ) -> dict[str, Tensor]:
     """Return what a step's losses and gradients add up to, split as the training loop splits it.
 
@@ -241,7 +245,10 @@ def learn(
 
 
 def difference(
-    name: str, settings: dict[str, Any], splits: list[tuple[int, int]], sampled: bool = False
+    name: str,
+    settings: dict[str, Any],
+    splits: list[tuple[int, int]],
+    sampled: bool = False,
 ) -> float:
     """Return how far split steps are from a whole one: the worst loss or gradient, relative to its norm.
 
@@ -338,7 +345,10 @@ FAULTS: list[tuple[Any, str, dict[str, Any]]] = [
     ("fault", "name", "settings"), FAULTS, ids=lambda value: getattr(value, "__name__", str(value))
 )
 def test_a_step_that_knows_its_parts_is_seen(
-    fault: Any, name: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    fault: Any,
+    name: str,
+    settings: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Planted faults: other divisors, weights and random numbers."""
     # one split over three processes is enough to tell

@@ -21,11 +21,20 @@ from tests.formats.make_heads import assert_equal, borrow_from, random_head
 
 H = made.H
 V = made.V
-INJECTED = {"taps": [2, 4, 7], "blocks": BLOCKS, "slots": 6, "mask_token": 5}
+INJECTED = {
+    "taps": [2, 4, 7],
+    "blocks": BLOCKS,
+    "slots": 6,
+    "mask_token": 5,
+}
 # twenty tokens, of which draft vocabularies are made
 FREQUENT = [*range(3, 13), *range(20, 50, 3)]
 # of the first block, which alone is causal
-WINDOWS = {"window": {"recent": 9}, "window_blocks": [0], "causal": "window"}
+WINDOWS = {
+    "window": {"recent": 9},
+    "window_blocks": [0],
+    "causal": "window",
+}
 DFLASH = {"kind": "dflash", **INJECTED}
 DFLASH2 = {
     "kind": "dflash2",
@@ -36,10 +45,21 @@ DFLASH2 = {
 }
 LILICORR = {"kind": "lilicorr", **INJECTED, **LATTICE}
 ANCHORED = {**DFLASH, "sample_from_anchor": True}
-DSPARK = {"kind": "dspark", **INJECTED, "rank": 4, "markov": "vanilla", "confidence": True}
+DSPARK = {
+    "kind": "dspark",
+    **INJECTED,
+    "rank": 4,
+    "markov": "vanilla",
+    "confidence": True,
+}
 DOMINO = {**DSPARK, "markov": "domino", "gru_size": 8, "confidence": False}
 XPRESS = {"kind": "xpress", **INJECTED, "rank": 4}
-PEAGLE = {"kind": "peagle", "taps": [2, 4, 6], "blocks": 3, "mask_token": 5}
+PEAGLE = {
+    "kind": "peagle",
+    "taps": [2, 4, 6],
+    "blocks": 3,
+    "mask_token": 5,
+}
 HEADS: dict[str, dict[str, Any]] = {
     "dflash": DFLASH,
     "dflash, causal": {**DFLASH, "causal": True},

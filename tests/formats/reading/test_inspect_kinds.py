@@ -123,7 +123,12 @@ SIZES = {
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
 }
-EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+EXPERTS = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+}
 # families whose layers have different names
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": SIZES,
@@ -185,7 +190,12 @@ def test_a_draft_model_of_this_project(tmp_path: Path) -> None:
 def test_block_drafters_of_this_project(kind: str, tmp_path: Path) -> None:
     """Their blocks are alike, and each is shown with its own method."""
     target = make_target()
-    save_head(tmp_path / "head", make_head({"kind": kind, "slots": 4}, target), "", {})
+    save_head(
+        tmp_path / "head",
+        make_head({"kind": kind, "slots": 4}, target),
+        "",
+        {},
+    )
     found = inspect(tmp_path / "head")
 
     assert found.kind == f"a {kind} of this project"
