@@ -148,9 +148,14 @@ def run_engine(
     target: Target,
     work: Path,
     folder: Path,
+    plain: bool = False,
 ) -> dict[str, Any]:
-    """Run the engine on the head that was exported to `folder`, and return version, answers and stop tokens."""
+    """Run the engine on the head that was exported to `folder`, and return version, answers and stop tokens.
+
+    With `plain` the engine decodes without the head.
+    """
     values = {
+        "plain": plain,
         "prompts": job.prompts,
         "texts": [target.tokenizer.decode(prompt) for prompt in job.prompts],
         # an engine that reads text may add this token by itself

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
+from time import process_time
 from typing import Any
 
 # by default keys and values are rounded
@@ -50,6 +51,8 @@ def generation_config(job: dict[str, Any]) -> Any:
     config.ignore_eos = True
     config.do_sample = False
     config.apply_chat_template = False
+    if job.get("plain"):
+        return config
     config.num_assistant_tokens = job["nodes"]
     if job["branching"] > 1:
         config.tree_depth = job["depth"]
@@ -71,10 +74,8 @@ def count_drafts(sizes: Sequence[int], job: dict[str, Any]) -> dict[str, Any]:
     return {"drafts": len(accepted), "accepted": places}
 
 
-def answers(job: dict[str, Any]) -> dict[str, Any]:
-    """Return one answer for each prompt."""
-    import numpy as np
-    import openvino
+def load_engine(job: dict[str, Any]) -> Any:
+    """Return OpenVINO with the target of a job and its head, or with the target alone if the job is `plain`."""
     import openvino_genai
 
     layers = json.loads((Path(job["head"]) / "config.json").read_text())["eagle_config"]
@@ -84,16 +85,30 @@ def answers(job: dict[str, Any]) -> dict[str, Any]:
     scheduler = openvino_genai.SchedulerConfig()
     scheduler.cache_size = 2
     scheduler.enable_prefix_caching = False
-    draft = openvino_genai.draft_model(str(head), "CPU", **EXACT)
-    llm = openvino_genai.LLMPipeline(
-        str(target), "CPU", scheduler_config=scheduler, draft_model=draft, **EXACT
-    )
+    options = dict(EXACT)
+    if not job.get("plain"):
+        options["draft_model"] = openvino_genai.draft_model(str(head), "CPU", **EXACT)
+    return openvino_genai.LLMPipeline(str(target), "CPU", scheduler_config=scheduler, **options)
+
+
+def answers(job: dict[str, Any]) -> dict[str, Any]:
+    """Return one answer for each prompt."""
+    import numpy as np
+    import openvino
+    import openvino_genai
+
+    llm = load_engine(job)
     config = generation_config(job)
     rows = []
     for prompt in job["prompts"]:
         ids = openvino.Tensor(np.array([prompt], dtype=np.int64))
         mask = openvino.Tensor(np.ones((1, len(prompt)), dtype=np.int64))
+        begun = process_time()
         answer = llm.generate(openvino_genai.TokenizedInputs(ids, mask), config)
+        row = {"seconds": process_time() - begun}
+        if job.get("plain"):
+            rows.append(row | {"tokens": list(map(int, answer.tokens[0]))})
+            continue
         # the tokens that each step of the main model gave
         sizes = list(answer.extended_perf_metrics.main_model_metrics.raw_metrics.m_batch_sizes)
         tokens = list(map(int, answer.tokens[0]))
@@ -102,7 +117,9 @@ def answers(job: dict[str, Any]) -> dict[str, Any]:
                 f"the steps of the main model {sizes} do not add up to its {len(tokens)} tokens"
             )
 
-        rows.append({"tokens": tokens[: job["new_tokens"]], **count_drafts(sizes, job)})
+        # the time is that of all tokens, also of those beyond the wanted answer
+        row["made"] = len(tokens)
+        rows.append(row | {"tokens": tokens[: job["new_tokens"]], **count_drafts(sizes, job)})
 
     return {"version": version("openvino-genai"), "answers": rows}
 

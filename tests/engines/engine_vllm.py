@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from time import process_time
 from types import SimpleNamespace
 from typing import Any
 
@@ -108,15 +109,20 @@ def as_input(prompt: Any) -> dict[str, Any]:
     return {"prompt": prompt["text"], "multi_modal_data": {"image": images}}
 
 
-def answers(job: dict[str, Any]) -> dict[str, Any]:
-    """Return one answer for each prompt, one prompt at a time, so that the counters tell them apart."""
-    config = json.loads((Path(job["head"]) / "config.json").read_text())
-    # EAGLE-1's names two classes: SGLang's, and vLLM's own
-    architecture = config["architectures"][0]
+def timed(llm: Any, prompt: Any, sampling: Any) -> tuple[Any, dict[str, Any]]:
+    """Return vLLM's answer to a prompt, and its tokens and CPU seconds."""
+    begun = process_time()
+    (answer,) = llm.generate(as_input(prompt), sampling, use_tqdm=False)
+    seconds = process_time() - begun
+    return answer, {"tokens": list(answer.outputs[0].token_ids), "seconds": seconds}
+
+
+def load_engine(job: dict[str, Any], config: dict[str, Any]) -> Any:
+    """Return vLLM with the target of a job and its head, or with the target alone if the job is `plain`."""
     head = read_method(config)
     if head["method"] == "dspark":
         interpret_kernels()
-    if architecture == "DeepseekV3ForCausalLM":
+    if config["architectures"][0] == "DeepseekV3ForCausalLM":
         # no latent attention: the layer is a Llama's
         os.environ["VLLM_MLA_DISABLE"] = "1"
 
@@ -124,31 +130,39 @@ def answers(job: dict[str, Any]) -> dict[str, Any]:
 
     check_version(head["method"], vllm.__version__)
     norm_each_layer()
-    llm = vllm.LLM(
+    drafted = {**head, "model": job["head"], "num_speculative_tokens": job["depth"]}
+    return vllm.LLM(
         # with an MTP layer one folder holds both
         model=job["head"] if head["method"] == "mtp" else job["target"],
         dtype=job["dtype"],
         seed=0,
         enforce_eager=True,
         disable_log_stats=False,
-        speculative_config={**head, "model": job["head"], "num_speculative_tokens": job["depth"]},
+        speculative_config=None if job.get("plain") else drafted,
     )
+
+
+def answers(job: dict[str, Any]) -> dict[str, Any]:
+    """Return one answer for each prompt, one prompt at a time, so that the counters tell them apart."""
+    config = json.loads((Path(job["head"]) / "config.json").read_text())
+    # EAGLE-1's names two classes: SGLang's, and vLLM's own
+    architecture = config["architectures"][0]
+    llm = load_engine(job, config)
+    import vllm
+
     sampling = vllm.SamplingParams(
         temperature=0.0, max_tokens=job["new_tokens"], ignore_eos=not job.get("ends")
     )
     rows = []
-    drafts, accepted = read_counts(llm)
+    # without drafts there are no counters
+    drafts, accepted = (0, []) if job.get("plain") else read_counts(llm)
     for prompt in job["prompts"]:
-        (answer,) = llm.generate(as_input(prompt), sampling, use_tqdm=False)
-        before, accepted_before = drafts, accepted
-        drafts, accepted = read_counts(llm)
-        gained = [now - then for now, then in zip(accepted, accepted_before, strict=True)]
-        tokens = list(answer.outputs[0].token_ids)
-        row = {
-            "tokens": tokens,
-            "drafts": drafts - before,
-            "accepted": gained,
-        }
+        answer, row = timed(llm, prompt, sampling)
+        if not job.get("plain"):
+            before, accepted_before = drafts, accepted
+            drafts, accepted = read_counts(llm)
+            gained = [now - then for now, then in zip(accepted, accepted_before, strict=True)]
+            row |= {"drafts": drafts - before, "accepted": gained}
         if isinstance(prompt, dict):
             # a text, which the engine has tokenized
             row["prompt"] = list(answer.prompt_token_ids)
