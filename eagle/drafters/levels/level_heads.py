@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from eagle.core.budget import Budget
-from eagle.core.drafter import Committed, Noise, Parts, TargetHead, TrainableDrafter
+from eagle.core.drafter import Committed, Noise, Parts, TargetHead
 from eagle.core.examples import Batch
-from eagle.core.tree import DraftTree, Paths
+from eagle.core.tree import DraftTree
 from eagle.device import upload
 from eagle.drafters.parts.decoder_block import head_shape
 from eagle.drafters.parts.divisors import (
@@ -34,7 +34,7 @@ from eagle.drafters.parts.objectives import (
     reached_steps,
 )
 from eagle.drafters.parts.scoring import DraftRequest
-from eagle.drafters.parts.validation import validate_batch
+from eagle.drafters.parts.validation import ValidatedHead
 from eagle.recipe import Section
 
 
@@ -48,7 +48,7 @@ class LevelSettings(Section):
     divisor: Divisor = "slots"
 
 
-class LevelHeads(TrainableDrafter):
+class LevelHeads(ValidatedHead):
     """A head whose level d predicts the token d + 2 positions after a state of the target.
 
     The state of a level is computed from that of the level before and the token between them; independent levels do
@@ -246,22 +246,6 @@ class LevelHeads(TrainableDrafter):
         `slot_indices` [S] are the slots' indices among all tokens.
         """
         return batch.select_taps(self.taps)[:, 0].index_select(0, slot_indices).to(self.dtype)
-
-    @torch.no_grad()
-    def validate(
-        self,
-        batch: Batch,
-        target_head: TargetHead,
-        trees: dict[str, Paths],
-    ) -> dict[str, Tensor]:
-        """Return sums over the supervised slots of a batch: loss terms, and how often each tree's levels are accepted.
-
-        `eagle.drafters.parts.validation.figures` makes figures of them. `trees` are fixed trees by name: the paths of
-        their nodes, as ranks of children from the root.
-        """
-        # by level: the LM head's inputs, and the function that makes logits of them
-        states, students = zip(*self.draft_levels(batch, target_head, self.levels), strict=True)
-        return validate_batch(batch, states, (students, target_head.logits), trees)
 
     def draft_levels(
         self,

@@ -19,7 +19,6 @@ from eagle.core.drafter import (
     ColumnBytes,
     HeadShape,
     TargetHead,
-    TrainableDrafter,
 )
 from eagle.core.examples import Batch
 from eagle.core.tree import Paths
@@ -45,7 +44,7 @@ from eagle.drafters.parts.sequence_blocks import (
 from eagle.drafters.parts.sequence_state import sequence_bytes
 from eagle.drafters.parts.spans import Spans, StepPairs, attend
 from eagle.drafters.parts.text_dropout import TextDropout
-from eagle.drafters.parts.validation import validate_batch
+from eagle.drafters.parts.validation import ValidatedHead
 from eagle.drafters.recurrent.block_state import BlockState
 from eagle.drafters.recurrent.feature_head import add_noise
 from eagle.recipe import Section
@@ -90,7 +89,7 @@ class Gate(nn.Linear):
         return output_gate.sigmoid() * (input_gate.sigmoid() * cell.tanh()).tanh()
 
 
-class Falcon(TrainableDrafter):
+class Falcon(ValidatedHead):
     """Two gates over token and state, and EAGLE-1's block over blocks of k slots.
 
     Slot i reads the target's state of token i and token i + 1. It predicts the state of token i + k, whose logits
@@ -344,26 +343,16 @@ class Falcon(TrainableDrafter):
 
     # -- validation ---------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def validate(
-        self,
-        batch: Batch,
-        target_head: TargetHead,
-        trees: dict[str, Paths],
+        self, batch: Batch, target_head: TargetHead, trees: dict[str, Paths]
     ) -> dict[str, Tensor]:
         """Return sums over a batch's supervised slots (tokens): loss terms, and how often levels are accepted.
 
-        `trees` are fixed trees by name: the paths of their nodes, as ranks of children from the root. The first k - 1
-        slots of a sequence have no whole block. They count as drafts of which nothing is accepted.
+        The first k - 1 slots of a sequence have no whole block. They count as drafts of which nothing is accepted.
         """
         # only slots with a whole block are supervised in this batch
         drafted = replace(batch, loss_mask=drafted_mask(batch, self.size))
-        max_depth = max(len(path) for paths in trees.values() for path in paths)
-        states = [state for state, _ in self.draft_levels(drafted, target_head, max_depth)]
-        # the head has no LM head of its own: the target's makes the logits of student and teacher
-        sums = validate_batch(
-            drafted, states, ([target_head.logits] * len(states), target_head.logits), trees
-        )
+        sums = super().validate(drafted, target_head, trees)
         missed = batch.slots - drafted.slots
         if missed and sums:
             # a slot without a block gets the cross-entropy of a uniform guess, and reaches the first level of every

@@ -21,10 +21,9 @@ from eagle.core.drafter import (
     Noise,
     Reads,
     TargetHead,
-    TrainableDrafter,
 )
 from eagle.core.examples import Batch
-from eagle.core.tree import DraftTree, Paths
+from eagle.core.tree import DraftTree
 from eagle.device import upload
 from eagle.drafters.parts.decoder_block import (
     FOLLOW_LENGTH,
@@ -49,7 +48,7 @@ from eagle.drafters.parts.sequence_blocks import (
 from eagle.drafters.parts.sequence_state import pad_rows
 from eagle.drafters.parts.spans import Spans
 from eagle.drafters.parts.target_blocks import Weights, copy_target_blocks
-from eagle.drafters.parts.validation import validate_batch
+from eagle.drafters.parts.validation import ValidatedHead
 from eagle.drafters.parts.window import Window
 from eagle.recipe import Section
 
@@ -67,7 +66,7 @@ class SpireSettings(Section):
     cross_entropy: float = Field(0.5, ge=0, le=1)
 
 
-class Spire(TrainableDrafter):
+class Spire(ValidatedHead):
     """The target's last blocks over tokens alone, each of which attends to its own memories.
 
     A memory is a hidden state of one token for one block, of which the block makes the token's key and value. A
@@ -289,23 +288,6 @@ class Spire(TrainableDrafter):
         return slot_indices, pass_states
 
     # -- validation ---------------------------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def validate(
-        self,
-        batch: Batch,
-        target_head: TargetHead,
-        trees: dict[str, Paths],
-    ) -> dict[str, Tensor]:
-        """Return sums over the batch: how far each tree would be accepted, and the agreement with the target's probs.
-
-        `trees` are fixed tree shapes by name, each a tuple of paths from the root.
-        """
-        # the depth of the deepest tree
-        steps = max(len(path) for paths in trees.values() for path in paths)
-        # of each level: the LM head's inputs, and the function from these to logits
-        states, students = zip(*self.draft_levels(batch, target_head, steps), strict=True)
-        return validate_batch(batch, states, (students, target_head.logits), trees)
 
     def draft_levels(
         self,
