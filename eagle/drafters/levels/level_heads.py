@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from eagle.core.budget import Budget
-from eagle.core.drafter import Committed, Noise, Parts, TargetHead
+from eagle.core.drafter import Committed, Parts, TargetHead
 from eagle.core.examples import Batch
 from eagle.core.tree import DraftTree
 from eagle.device import upload
@@ -34,6 +34,7 @@ from eagle.drafters.parts.objectives import (
     reached_steps,
 )
 from eagle.drafters.parts.scoring import DraftRequest
+from eagle.drafters.parts.sequence_state import SequenceLengths
 from eagle.drafters.parts.validation import ValidatedHead
 from eagle.recipe import Section
 
@@ -320,28 +321,13 @@ class LevelHeads(ValidatedHead):
         return run
 
 
-class LevelState:
+class LevelState(SequenceLengths):
     """The drafting state: each sequence's length and noise. It has no cache, as heads read only the last state."""
 
     def __init__(self, head: LevelHeads) -> None:
         """Begin without sequences; a row is a sequence of the decoding batch."""
+        super().__init__()
         self.head = head
-        self.noises: dict[int, Noise | None] = {}
-        self.lengths: dict[int, int] = {}
-
-    def admit(self, row: int, noise: Noise | None = None) -> None:
-        """Begin the sequence of a row, without tokens yet; `noise` is the target's sampling noise, None if greedy."""
-        self.noises[row] = noise
-        self.lengths[row] = 0
-
-    def fork(self, row: int, other: int) -> None:
-        """Copy the state of a row to the new row `other`, as beam search does."""
-        self.noises[other] = self.noises[row]
-        self.lengths[other] = self.lengths[row]
-
-    def release(self, row: int) -> None:
-        """Drop the sequence of a row."""
-        del self.noises[row], self.lengths[row]
 
     @torch.inference_mode()
     def propose(
@@ -364,10 +350,7 @@ class LevelState:
             # the features are [new tokens, 1, hidden size], as there is one tap; heads read only the state of the last
             # token: [1, hidden size]
             features.append(update.features[-1:, 0])
-            # the root has position `length`, and the first drafted token the next one
-            requests.append(
-                DraftRequest(update.root, self.lengths[row] + 1, budgets[row], self.noises[row])
-            )
+            requests.append(self.request(row, update.root, budgets[row]))
         # [rows, hidden size], on the device of the target's LM head
         states = torch.cat(features).to(self.head.target_head.weight.device, self.head.dtype)
         return dict(zip(updates, grow_levels(self.head, requests, states), strict=True))

@@ -18,7 +18,6 @@ from eagle.core.budget import Budget
 from eagle.core.drafter import (
     ColumnBytes,
     Committed,
-    Noise,
     Reads,
     TargetHead,
 )
@@ -37,7 +36,6 @@ from eagle.drafters.parts.divisors import reached_levels
 from eagle.drafters.parts.growth import FollowsRows, grow_rows, level_mask, level_rows
 from eagle.drafters.parts.objectives import Objective, distillation_loss
 from eagle.drafters.parts.operations import rotate_heads
-from eagle.drafters.parts.scoring import DraftRequest
 from eagle.drafters.parts.sequence_blocks import (
     Pair,
     key_value,
@@ -45,7 +43,7 @@ from eagle.drafters.parts.sequence_blocks import (
     read_rows,
     sequence_positions,
 )
-from eagle.drafters.parts.sequence_state import pad_rows
+from eagle.drafters.parts.sequence_state import SequenceLengths, pad_rows
 from eagle.drafters.parts.spans import Spans
 from eagle.drafters.parts.target_blocks import Weights, copy_target_blocks
 from eagle.drafters.parts.validation import ValidatedHead
@@ -400,36 +398,28 @@ class Spire(ValidatedHead):
         return run
 
 
-class MemoryState:
+class MemoryState(SequenceLengths):
     """The memory [C, n, 2, k, w] of each sequence: keys and values of its tokens, or of those that the window shows.
 
     It is a KV cache with C columns, one for each token, for n blocks with k key heads of width w.
     """
 
     def __init__(self, head: Any, window: Window | None) -> None:
+        super().__init__()
         self.head = head
         self.window = window
-        # by row: the target's sampling noise, which trees are ranked with; None if the target is greedy
-        self.noises: dict[int, Noise | None] = {}
-        self.lengths: dict[int, int] = {}  # by row: committed tokens, the root not counted
         self.memory: dict[int, Tensor] = {}  # by row, from its first draft on
-
-    def admit(self, row: int, noise: Noise | None = None) -> None:
-        """Begin a row."""
-        self.noises[row] = noise
-        self.lengths[row] = 0
 
     def fork(self, row: int, other: int) -> None:
         """Copy a row to the new row `other`; both share the memory so far, which is never changed in place."""
-        self.noises[other] = self.noises[row]
-        self.lengths[other] = self.lengths[row]
+        super().fork(row, other)
         # a row that has not drafted has no memory yet
         if row in self.memory:
             self.memory[other] = self.memory[row]
 
     def release(self, row: int) -> None:
         """Release a row."""
-        del self.noises[row], self.lengths[row]
+        super().release(row)
         self.memory.pop(row, None)
 
     @torch.inference_mode()
@@ -446,11 +436,7 @@ class MemoryState:
             budgets: By row, the limits on its tree.
         """
         self._commit(updates)
-        # the root's position is the sequence's length, and its children have the next one
-        requests = [
-            DraftRequest(update.root, self.lengths[row] + 1, budgets[row], self.noises[row])
-            for row, update in updates.items()
-        ]
+        requests = [self.request(row, update.root, budgets[row]) for row, update in updates.items()]
         # the root is read first: its logits are those of the first level
         levels = _MemoryLevels(self, list(updates), [request.root for request in requests])
         return dict(zip(updates, grow_rows(requests, levels.first_logits, levels), strict=True))
