@@ -303,12 +303,10 @@ class Falcon(ValidatedHead):
         if self.training and (settings.glance_from or settings.glance_to):
             # a first pass without gradients finds the slots whose likeliest token is wrong
             with torch.no_grad():
-                wrong = likeliest(read(tokens, hidden), target_head) != likeliest(
-                    answer_states, target_head
-                )
-            glanced = blocks.glance(
-                wrong.view_as(counted) & counted, self.glanced_share(batch.progress)
-            )
+                guesses = likeliest(read(tokens, hidden), target_head)  # [R]
+                wrong = guesses != likeliest(answer_states, target_head)
+            wrong = wrong.view_as(counted) & counted
+            glanced = blocks.glance(wrong, self.glanced_share(batch.progress))
             # a slot that has read its answer would learn only to copy it
             counted = counted & ~glanced
             # a state is read with the token after it; an answer beyond the last token has no weight
