@@ -37,7 +37,7 @@ from eagle.drafters.several import FirstOf
 from eagle.recipe import TrainSection
 from eagle.target.trees.read_modes import TreeReadMode
 from eagle.training.start import follow_head
-from eagle.training.train import Run
+from eagle.training.train import Run as TrainingRun
 from tests import simulated
 from tests.registry import BY_DEFAULT
 from tests.tables import some_tables
@@ -257,7 +257,7 @@ def some_texts() -> list[Example]:
 
 def start_run(
     head: dict[str, Any], target: Target, is_live: bool, settings: dict[str, Any]
-) -> tuple[Run, Any]:
+) -> tuple[TrainingRun, Any]:
     """Return a training run of three steps that has not begun, and its network.
 
     Args:
@@ -284,7 +284,7 @@ def start_run(
     features = follow_head(
         recipe, head_settings, target, features, head=network, weights_split=False
     )
-    run = Run(
+    run = TrainingRun(
         accelerator=accelerator,
         recipe=recipe,
         head=network,
