@@ -251,7 +251,7 @@ def measure(
         processes=processes,
     )
     if measurement.has_all():
-        print(f"all answers are in {results.path} already: --again measures anew")
+        print(f"all answers are in {results.path} already: --again measures again")
         return results.path
 
     costs = processes.share(lambda: {"costs": costs_of(measurement)} if recipe.eval.costs else {})
@@ -286,7 +286,7 @@ def _measure_missing(measurement: Measurement, threads: ThreadsOfLongWork | None
             reported = faster
             print(
                 f"threads: {faster} would be faster now than {torch.get_num_threads()}, which these results are "
-                "measured with: other jobs came or went, and speeds may have changed; --again measures anew",
+                "measured with: other jobs came or went, and speeds may have changed; --again measures again",
                 file=sys.stderr,
             )
     for name, count in measurement.missing.items():
