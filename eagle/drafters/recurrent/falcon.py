@@ -303,10 +303,9 @@ class Falcon(ValidatedHead):
         if self.training and (settings.glance_from or settings.glance_to):
             # a first pass without gradients finds the slots whose likeliest token is wrong
             with torch.no_grad():
-                guesses = likeliest(read(tokens, hidden), target_head)  # [R]
-                wrong = guesses != likeliest(answer_states, target_head)
-            wrong = wrong.view_as(counted) & counted
-            glanced = blocks.glance(wrong, self.glanced_share(batch.progress))
+                guesses = likeliest(read(tokens, hidden), target_head)
+                answer_guesses = likeliest(answer_states, target_head)
+            glanced = self._choose_glanced(batch, blocks, guesses != answer_guesses)
             # a slot that has read its answer would learn only to copy it
             counted = counted & ~glanced
             # a state is read with the token after it; an answer beyond the last token has no weight
@@ -315,6 +314,14 @@ class Falcon(ValidatedHead):
             tokens = replace_rows(tokens, slots, glanced, answer_tokens)
             hidden = replace_rows(hidden, slots, glanced, answer_states)
         return read(tokens, hidden), answer_states, blocks.weights(counted).flatten()
+
+    def _choose_glanced(self, batch: Batch, blocks: SlotBlocks, wrong: Tensor) -> Tensor:
+        """Return which slots read their answers, a bool [k, A]: some of those in the loss whose guess is wrong.
+
+        `wrong` [R] marks the R = k * A slots of A blocks whose likeliest token is not the answer's.
+        """
+        wrong = wrong.view_as(blocks.reached) & blocks.reached
+        return blocks.glance(wrong, self.glanced_share(batch.progress))
 
     def _dropout(self, batch: Batch) -> TextDropout:
         """Return the dropout between the two gates, by each sequence's seed; it does nothing outside training."""
