@@ -94,7 +94,7 @@ class Joint(TrainableDrafter):
         for module in self.dropouts:
             module.dropout = dropout
         batch, original_states = self.read(batch, compare=self.section.loss == "kl")
-        divisor = batch.slots
+        divisor: float = batch.slots
         # those of the whole step, as `divisors` returns them: the target's, then the head's
         if batch.divisors is not None:
             divisor, *head_divisors = batch.divisors

@@ -46,7 +46,7 @@ class TokensOnly:
 
     together = False
     sampled = False
-    taps = (-1,)
+    taps: tuple[int, ...] = (-1,)
 
     def __init__(self, features: LiveFeatures) -> None:
         """Take over the examples and their identity."""
