@@ -192,7 +192,7 @@ def add_policies(
     """Return the drafters, and each that drafts again as NAME+policy, with adaptive draft lengths."""
     prompts = []
     for question in asked[:POLICY_PROMPTS]:
-        prompt = encode_prompt(recipe, target, question.turns[:1], question.images)
+        prompt = encode_prompt(recipe, target, question)
         if prompt is not None:
             prompts.append(prompt)
 

@@ -187,10 +187,15 @@ def _cost_tables(measurement: Measurement) -> tuple[list[list[int]], dict[str, A
     prompts = []
     max_turns = 1
     for question in measurement.questions:
-        prompt = encode_prompt(recipe, measurement.target, question.turns[:1], question.images)
         max_turns = max(max_turns, len(question.turns))
-        if prompt is not None:
-            prompts.append(prompt)
+        turns = [0]
+        # the last prompt of a replay is known, and its longest
+        if question.replay is not None:
+            turns.append(len(question.turns) - 1)
+        for turn in turns:
+            prompt = encode_prompt(recipe, measurement.target, question, [""] * turn)
+            if prompt is not None:
+                prompts.append(prompt)
     # something must be timed, even where no prompt fits
     prompts = prompts or [[1]]
 

@@ -32,7 +32,7 @@ from eagle.core.drafter import (
 from eagle.core.examples import Batch
 from eagle.core.tree import DraftTree, Paths
 from eagle.device import to_host, upload
-from eagle.drafters.other_tokenizer import SameTokens, SharedTokens
+from eagle.drafters.other_tokenizer import SameTokens, SharedTokens, TextPieces, TextState
 from eagle.drafters.parts.decoder_block import head_shape
 from eagle.drafters.parts.growth import grow_rows, level_rows
 from eagle.drafters.parts.objectives import Kind, Objective, OwnHead, distillation_loss
@@ -85,6 +85,8 @@ class DraftModel(TrainableDrafter):
     as_target: tuple[Target, ...] = ()
     # which tokens it shares with a target that has another tokenizer; None if it has the target's
     shared: SharedTokens | None = None
+    # the tokenizers of the model and of the target, if drafts are translated as text
+    pieces: tuple[TextPieces, TextPieces] | None = None
 
     def __init__(self, settings: DraftModelSettings, shape: HeadShape, model: Any = None) -> None:
         """Take a transformers model with the config `shape`, or make one with fresh weights."""
@@ -118,17 +120,27 @@ class DraftModel(TrainableDrafter):
         return cls(settings, model.config, model)
 
     @classmethod
-    def load(cls, folder: str | Path, target: Target) -> DraftModel:
+    def load(
+        cls, folder: str | Path, target: Target, translate: Literal["tokens", "text"] = "tokens"
+    ) -> DraftModel:
         """Return any causal language model as a drafter for a target, in the target's dtype and on its device.
 
-        One with another tokenizer drafts the tokens that both have.
+        Args:
+            folder: The model's folder.
+            target: The target.
+            translate: What one with another tokenizer drafts: "tokens", those that both have, or "text", all of its
+                own, whose text the target's tokenizer splits again.
         """
+        if translate not in ("tokens", "text"):
+            raise ValueError(f"translate is {translate!r}, expected tokens or text")
         # loaded as a target is, since it reads trees in the same way
         small = Target.load(folder, dtype=target.model.dtype, device=str(target.device))
         settings = DraftModelSettings(layers=small.config.num_hidden_layers)
         drafter = cls(settings, small.config, small.model)
         if None in (small.tokenizer, target.tokenizer):
             check_vocabulary(small.tokenizer, target.tokenizer, small.vocab_size, target.vocab_size)
+        elif translate == "text":
+            drafter.pieces = (TextPieces(small.tokenizer), TextPieces(target.tokenizer))
         elif differing_words(small.tokenizer, target.tokenizer):
             drafter.shared = SharedTokens(small.tokenizer, target.tokenizer, small.device)
             print(
@@ -251,15 +263,17 @@ class DraftModel(TrainableDrafter):
         # refuses a model that cannot read trees
         model.reader.check()
         self.as_target = (model,)
-        target_size = target_head.weight.shape[0]
+        # drafts that become text are of all of its own tokens
+        target_size = model.vocab_size if self.pieces else target_head.weight.shape[0]
         self.tokens = self.shared or SameTokens(
             model.vocab_size, target_size, self.last_token, model.device
         )
         return self.eval()
 
-    def open(self) -> ModelState:
+    def open(self) -> ModelState | TextState:
         """Return the state for several sequences drafted in a batch."""
-        return ModelState(self.as_target[0], self.tokens)
+        state = ModelState(self.as_target[0], self.tokens)
+        return TextState(state, *self.pieces) if self.pieces else state
 
     def forwards(self, budget: Budget) -> tuple[int, ...]:
         """Return how many nodes each forward of a draft after the first reads, level by level."""
@@ -450,6 +464,30 @@ class ModelState:
             # the row that moves to the free place in the cache leaves the columns of its draft there
             if moved != before:
                 self.levels[moved] = []
+
+    def rewind(self, row: int, tokens: list[int]) -> int:
+        """Drop what a row has read beyond the beginning that it shares with `tokens`; return the tokens that stay.
+
+        The next update continues after these, with the last of them as the last root.
+
+        Args:
+            row: The row.
+            tokens: Its whole sequence from now on. The last one is never kept, as it must be read to give logits.
+        """
+        cached = self.state.sequence(row) if row in self.state.rows else []
+        limit = min(len(cached), len(tokens) - 1)
+        kept = next((i for i in range(limit) if cached[i] != tokens[i]), limit)
+        if kept < len(cached):
+            kept = self.state.rewind(row, kept)
+            # the last draft followed tokens that are gone
+            self.levels[row] = []
+            if not kept:
+                # read as a new sequence
+                noise = self.noises[row]
+                self.release(row)
+                self.admit(row, noise)
+        self.positions[row] = self.confirmed[row] = max(kept - 1, 0)
+        return kept
 
     @torch.inference_mode()
     def propose(

@@ -1,22 +1,32 @@
-"""Draft models with another tokenizer than the target's: token-level intersection (Timor et al. 2025, 2502.05202).
+"""Draft models with another tokenizer than the target's, by two methods of Timor et al. 2025 (arXiv 2502.05202).
 
-The draft model proposes only tokens that both vocabularies have, so its distribution is over these, renormalised, and
-verification is that of any reduced draft vocabulary.
+Token-level intersection (TLI, `SharedTokens`): the draft model proposes only tokens that both vocabularies have, so its
+distribution is over these, renormalised, and verification is that of any reduced draft vocabulary.
+
+String-level exact match (SLEM, `TextState`): the draft model proposes any of its own tokens. Their text is split again
+by the target's tokenizer, and a token is accepted if the target chooses the same.
 """
 
 # V target vocabulary, M vocabulary of the draft model, D draft vocabulary
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import codecs
+from collections.abc import Iterable, Mapping
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from eagle.core.budget import Budget
+from eagle.core.drafter import Committed, Noise
 from eagle.core.trace import BYTE
+from eagle.core.tree import DraftTree
 
 BYTES = 256
+# tokens before new text with which it is split again
+LOOKBEHIND = 10
 SPACE = "▁"  # how SentencePiece writes a space
 # byte-level tokenizers write each byte as a printable character: itself, or one of those from 256 on
 PRINTABLE = {*range(33, 127), *range(161, 173), *range(174, 256)}
@@ -145,3 +155,163 @@ def contents(tokenizer: Any) -> dict[int, bytes | str]:
         else:
             by_id[token] = word.replace(SPACE, " ").encode()
     return by_id
+
+
+class TextPieces:
+    """The tokens of one tokenizer as pieces of text, which are bytes or the names of special tokens, and back."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        """Take the tokenizer."""
+        self.tokenizer = tokenizer
+        self.pieces = contents(tokenizer)
+        self.special: dict[bytes | str, int] = {}
+        for token, piece in self.pieces.items():
+            if BYTE.fullmatch(str(piece)):
+                self.pieces[token] = bytes([int(piece[3:5], 16)])
+            elif isinstance(piece, str):
+                self.special[piece] = token
+
+    def read(self, tokens: Iterable[int]) -> list[bytes | str]:
+        """Return the pieces of some tokens; unused ids beyond the tokenizer's have no text."""
+        return [self.pieces.get(token, b"") for token in tokens]
+
+    def append(
+        self, tokens: list[int], pieces: Iterable[Any], overlap: int | None = None
+    ) -> tuple[list[int], bytes]:
+        """Split text that follows some tokens, as if the tokenizer split both together.
+
+        Special tokens stay whole, and those that the tokenizer lacks are split as their names.
+
+        Args:
+            tokens: The tokens before the text. No special token is put before the first.
+            pieces: The text.
+            overlap: How many of its first bytes are the last of `tokens` already, all of which then stay. None: none
+                are, and the last `LOOKBEHIND` tokens may be split in another way.
+
+        Returns:
+            The tokens with those of the text, and the bytes at its end that are a character's beginning: no tokenizer
+            can split them before the rest comes.
+        """
+        held = b""
+        for is_special, group in groupby(pieces, self.special.__contains__):
+            if is_special:
+                tokens = tokens + [self.special[name] for name in group]
+                held = b""
+            else:
+                text = b"".join(part.encode() if isinstance(part, str) else part for part in group)
+                # bytes that are no text are left out
+                decoder = codecs.getincrementaldecoder("utf-8")("ignore")
+                text = decoder.decode(text).encode()
+                held = decoder.getstate()[0]
+                tokens = self._append_text(tokens, text[overlap or 0 :], overlap is not None)
+            # only the beginning overlaps
+            overlap = overlap and 0
+        return tokens, held
+
+    def _append_text(self, tokens: list[int], text: bytes, fixed: bool) -> list[int]:
+        """Return some tokens with those of the text that follows, as `append` does, without special tokens.
+
+        The last tokens are split again together with the text. From the first boundary on that both splits have, the
+        new one holds. If there is none, fixed tokens get nothing appended: they end within a token of the new split.
+        """
+        start = len(tokens)
+        first = max(0, start - LOOKBEHIND)
+        while start > first and tokens[start - 1] not in self.special.values():
+            start -= 1
+        known = self.read(tokens[start:])
+        whole = b"".join([*known, text]).decode(errors="ignore")
+        encoded = self.tokenizer.encode(whole, add_special_tokens=False)
+        # Boundaries are compared by the bytes that follow them: what precedes may differ, as SentencePiece puts a space
+        # before the first word.
+        sizes = accumulate(map(len, reversed(known)), initial=len(text))
+        # bytes after a boundary -> the tokens before it
+        kept = {
+            left: len(tokens) - back for back, left in enumerate(sizes) if not back or not fixed
+        }
+        new_sizes = [*accumulate(map(len, reversed(self.read(encoded))))]
+        for index, left in enumerate(reversed(new_sizes)):
+            # the first token is not trusted where the lookbehind may have cut a word
+            if left in kept and (index or not start == first > 0):
+                return tokens[: kept[left]] + encoded[index:]
+        return tokens if fixed and known else tokens[:start] + encoded
+
+
+class TextState:
+    """Sequences that a draft model reads and drafts as text: string-level exact match (SLEM).
+
+    The text of what the target has committed is split by the draft model's tokenizer. The text of each path of its
+    draft is split by the target's. Drafts have no probs, so the target accepts the tokens that it chooses itself.
+    """
+
+    def __init__(self, state: Any, own: TextPieces, target: TextPieces) -> None:
+        """Begin without rows.
+
+        Args:
+            state: The draft model's state of several sequences, in its own tokens, with `rewind`.
+            own: The draft model's tokenizer.
+            target: The target's.
+        """
+        self.state = state
+        self.own = own
+        self.target = target
+        # by row: the target's last tokens, the root included; the draft model's tokens of the whole sequence; and the
+        # last bytes of the target's that they lack, the beginning of a character
+        self.rows: dict[int, tuple[list[int], list[int], bytes]] = {}
+
+    def admit(self, row: int, noise: Noise | None = None) -> None:
+        """Begin a row. The noise is not used: it belongs to the target's tokens."""
+        self.state.admit(row)
+        self.rows[row] = ([], [], b"")
+
+    def fork(self, row: int, other: int) -> None:
+        """Copy a row to the new row `other`."""
+        self.state.fork(row, other)
+        self.rows[other] = self.rows[row]
+
+    def release(self, row: int) -> None:
+        """Release a row."""
+        self.state.release(row)
+        del self.rows[row]
+
+    def propose(
+        self, updates: Mapping[int, Committed], budgets: Mapping[int, Budget]
+    ) -> dict[int, DraftTree]:
+        """Read the text that was committed, and return trees of the target's tokens.
+
+        Args:
+            updates: By row, the tokens that the target has committed since the last call, and the new root.
+            budgets: By row, the limits on its tree.
+        """
+        own_updates = {}
+        for row, update in updates.items():
+            recent, tokens, held = self.rows[row]
+            # the first token of a later update is the last root
+            new = [*update.tokens.tolist(), update.root][bool(recent) :]
+            tokens, held = self.own.append(tokens, [held, *self.target.read(new)])
+            self.rows[row] = ([*recent, *new][-LOOKBEHIND:], tokens, held)
+            if tokens:
+                # the last token that stays counts as the last root
+                kept = max(self.state.rewind(row, tokens), 1)
+                own_updates[row] = Committed(torch.tensor(tokens[kept - 1 : -1]), None, tokens[-1])
+        own_trees = self.state.propose(own_updates, budgets)
+        trees = {}
+        for row, update in updates.items():
+            # a sequence without a whole character cannot be read
+            paths = self._translate(row, own_trees[row]) if row in own_trees else []
+            budget = budgets[row]
+            tree = DraftTree.from_paths(update.root, [path[: budget.depth] for path in paths])
+            # parents come before their children, so the first nodes are a tree
+            count = budget.nodes + 1
+            trees[row] = DraftTree(tree.tokens[:count], tree.parents[:count])
+        return trees
+
+    def _translate(self, row: int, tree: DraftTree) -> list[list[int]]:
+        """Return the paths of a tree of the draft model's tokens in tokens of the target, without the root."""
+        recent, _, held = self.rows[row]
+        paths = []
+        # a node that is no parent ends a path
+        for leaf in sorted({*range(1, len(tree))}.difference(tree.parents.tolist())):
+            pieces = self.own.read(tree.tokens[tree.path(leaf)[1:]].tolist())
+            tokens, _ = self.target.append(recent, pieces, overlap=len(held))
+            paths.append(tokens[len(recent) :])
+        return paths

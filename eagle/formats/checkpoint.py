@@ -54,7 +54,8 @@ DRAFT_VOCAB = (
 ALL_TOKENS = (
     "all"  # the value of the option `draft_vocab` for which a head drafts the whole vocabulary
 )
-HEAD_OPTIONS = ["draft_vocab"]  # options of `load_drafter` for the folder of a head
+# options of `load_drafter` for a folder: of a head, or of a language model
+HEAD_OPTIONS = ["draft_vocab", "translate"]
 # the files of a head that are sent to the hub and fetched from it
 ON_HUB = (
     "config.json",
@@ -438,6 +439,8 @@ def load_drafter(
         options: What methods without weights take. A head that borrows the target's LM head takes `draft_vocab`, a
             file of `eagle prepare --only draft-vocab`: it then drafts these tokens alone, without logits of others. A
             head trained with `drafter.loss_vocab` drafts the tokens that it was trained on, or with "all" all tokens.
+            A language model takes `translate`, which says how it drafts if it has another tokenizer than the target:
+            "tokens" drafts those that both have, "text" any, whose text the target's tokenizer splits again.
     """
     if not isinstance(target, Target):
         raise ValueError(
@@ -552,13 +555,18 @@ def _load_one(
     _check_name(name)
     # the method that loads tables or a language model; None for a trained head
     method = _method_of_files(folder)
-    draft_vocab = options.get("draft_vocab")
+    # a head takes a draft vocabulary alone
+    accepted = {"draft_vocab"} if method is None else inspect.signature(method.load).parameters
+    wrong = [option for option in options if option not in accepted]
+    if wrong:
+        kind = "trained head" if method is None else method.__name__
+        raise ValueError(
+            f"{name} is a {kind}: got the option {wrong[0]}, expected draft_vocab for a trained head and translate "
+            "for a language model"
+        )
     if method is not None:
-        if draft_vocab is not None:
-            raise ValueError(
-                f"{name} is a {method.__name__}: got the option draft_vocab, expected it for a trained head alone"
-            )
-        return method.load(folder, target)
+        return method.load(folder, target, **options)
+    draft_vocab = options.get("draft_vocab")
     head = from_pretrained(folder, revision, trust_code=trust_code)
     head = in_dtype(head.to(target.device), target.model.dtype)
     check_fit(head, target.config, str(folder))

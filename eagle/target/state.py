@@ -199,6 +199,17 @@ class TargetState:
         self._swap(cache_row, self.num_decoding)
         self.num_decoding += 1
 
+    def rewind(self, row: int, length: int) -> int:
+        """Cut a row's committed sequence to its first tokens: `length`, or fewer if recurrent states are kept there.
+
+        Returns how many tokens stay.
+        """
+        cache_row = self._cache_row(row)
+        length = self.cache.reusable(cache_row, length)
+        self.sequences[cache_row] = self.sequences[cache_row][:length]
+        self.cache.cut(cache_row, length)
+        return length
+
     def clear(self) -> None:
         """Release all rows (sequences); the cache keeps their tokens, as later prompts may begin with them."""
         self.rows = []
