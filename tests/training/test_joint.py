@@ -36,7 +36,14 @@ EXAMPLES = [
 
 
 def as_batch(indices: Sequence[int] = (0, 1), **fields: Any) -> Batch:
-    """Return a batch of examples, by default of both, without features and with a seed for each."""
+    """Return a batch of examples, as the loop makes it for a target that trains.
+
+    It has no features, as the target computes them in the loss.
+
+    Args:
+        indices: Of the examples, by default both. They decide the seeds, by which dropout is drawn.
+        fields: Other fields of the batch, as the divisors of the whole step.
+    """
     examples = []
     for index in indices:
         features = torch.empty(len(EXAMPLES[index].tokens), 1, 0)
@@ -50,7 +57,12 @@ def new_joint(
 ) -> tuple[Joint, TargetHead]:
     """Return a small random target in fp64 with a head, and its LM head.
 
-    `moved`, both are away from where they begin.
+    Args:
+        loss: The target's: "kl", or "tokens" for the cross-entropy.
+        moved: Whether both are away from where they begin, where adapters have no effect.
+        dropout: At the adapters' inputs.
+        heads: The weight of the heads' loss.
+        fields: Other settings of the heads.
     """
     target = Target(build("llama", torch.float64))
     head = make_head("medusa", target, **{**PUBLISHED, **fields}).double()
@@ -141,7 +153,16 @@ def test_loss_and_gradients_are_those_of_a_naive_loop(loss: str) -> None:
 
 
 def sum_parts(pair: Joint, target_head: TargetHead, parts: list[list[int]]) -> dict[str, Tensor]:
-    """Return losses and gradients of a step in parts, as the loop weighs them; what is read twice counts once."""
+    """Return losses and gradients of a step in parts, as the loop weighs them; what is read twice counts once.
+
+    Args:
+        pair: The target with its heads.
+        target_head: The target's LM head.
+        parts: The indices of the examples of each part.
+
+    Returns:
+        Losses by name, and gradients by the name of the weight, each summed over the parts.
+    """
     positions = [int(example.loss_mask[2:].sum()) for example in EXAMPLES]
     plan = Plan(positions, TrainSection(out="none", validation=0))
     # a part is divided by counts of the whole step
@@ -151,6 +172,7 @@ def sum_parts(pair: Joint, target_head: TargetHead, parts: list[list[int]]) -> d
 
     for indices, weight in zip(parts, plan.weights(0, parts), strict=True):
         torch.manual_seed(0)
+        # a mean is weighed; what is divided by counts of the step is a share of its loss already
         share = weight if divisors is None else float(weight > 0)
         losses = pair(as_batch(indices, divisors=divisors), target_head)
         found = {**losses, **find_gradients(pair, losses["total"])}
