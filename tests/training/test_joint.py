@@ -134,7 +134,12 @@ def largest_difference(got: dict[str, Tensor], expected: dict[str, Tensor]) -> f
 
 
 def compare(pair: Joint, target_head: TargetHead) -> float:
-    """Return how far loss and gradients as they are computed are from what they are by definition."""
+    """Return how far loss and gradients as they are computed are from what they are by definition.
+
+    Args:
+        pair: The target with its heads.
+        target_head: The target's LM head.
+    """
     losses = pair(as_batch(), target_head)
     target, heads = naive_losses(pair)
     total = target + 0.3 * heads
@@ -183,7 +188,12 @@ def sum_parts(pair: Joint, target_head: TargetHead, parts: list[list[int]]) -> d
 
 
 def compare_parts(loss: str, **fields: Any) -> float:
-    """Return how far losses and gradients of a step in parts are from those of the whole."""
+    """Return how far losses and gradients of a step in parts are from those of the whole.
+
+    Args:
+        loss: The target's.
+        fields: Other settings of the heads.
+    """
     pair, target_head = new_joint(loss, dropout=0.2, **fields)
     pair.train()
     whole = sum_parts(pair, target_head, [[0, 1]])
