@@ -91,7 +91,12 @@ class Bench:
         self.target = Target(copy.deepcopy(self.model))
 
     def requests(
-        self, count: int, seed: int, longest: int = 60, most: int = 16, least: int = 1
+        self,
+        count: int,
+        seed: int,
+        longest: int = 60,
+        most: int = 16,
+        least: int = 1,
     ) -> list[Request]:
         """Return requests that the target answers without drafts as the untouched model does.
 
@@ -161,7 +166,11 @@ class Bench:
         traces = [Trace([]) for _ in requests]
         coming = list(requests)
         # requests come while others are written, as a server has them
-        options = {"budget": budget, "batch_size": batch_size, "max_tokens_in_cache": most}
+        options = {
+            "budget": budget,
+            "batch_size": batch_size,
+            "max_tokens_in_cache": most,
+        }
         decoding = Decoding(self.target, drafter, **options)
         while coming or not decoding.is_done:
             while coming and (dice is None or decoding.is_done or dice.random() < 0.4):
@@ -197,7 +206,10 @@ class KnowsAnswers(Drafter):
     """Plants the next tokens of each row's answer among wrong branches, in trees of any size up to ten nodes."""
 
     def __init__(
-        self, requests: list[Request], chains: bool = False, taps: tuple[int, ...] = ()
+        self,
+        requests: list[Request],
+        chains: bool = False,
+        taps: tuple[int, ...] = (),
     ) -> None:
         self.texts = {request.number: [*request.prompt, *request.answer] for request in requests}
         self.chains = chains
@@ -230,7 +242,9 @@ class KnownRows:
         del self.read[row]
 
     def propose(
-        self, updates: Mapping[int, Committed], budgets: Mapping[int, Budget]
+        self,
+        updates: Mapping[int, Committed],
+        budgets: Mapping[int, Budget],
     ) -> dict[int, DraftTree]:
         """Return a tree for each row, the same whatever other rows there are."""
         return {row: self._grow(row, update, budgets[row].depth) for row, update in updates.items()}

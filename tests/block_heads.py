@@ -9,7 +9,11 @@ import torch
 from eagle.drafters.parts.window import Window
 from tests import foreign_heads as made
 from tests.block_layouts import (
+    CONVOLUTION_SHAPES,
     DOMINO_SHAPES,
+    LATTICE,
+    LATTICE_KEYS,
+    LATTICE_SHAPES,
     MARKOV_SHAPES,
     SELECTOR,
     SELECTOR_SHAPES,
@@ -117,6 +121,37 @@ def dflash2_modules() -> made.Head:
     renamed = {}
     for name, tensor in tensors.items():
         renamed[f"{name}.weight" if name.endswith("codebook") else name] = tensor
+    return config, renamed
+
+
+def lilicorr(**changed: Any) -> made.Head:
+    """LiLiCorr as vLLM and SGLang read it."""
+    config, tensors = zlab(
+        architectures=["LiLiCorrDraftModel"],
+        dflash_config={"block_size": 6, "sample_from_anchor": False, **LATTICE_KEYS, **changed},
+    )
+    del config["block_size"]
+    return config, {**tensors, **fill(LATTICE_SHAPES)}
+
+
+def lilicorr_modelopt() -> made.Head:
+    """ModelOpt's names, with convolutions; the lattice has no width of its own in the config."""
+    config, tensors = lilicorr(
+        projector_type="lilicorr", conv_kernel_size=2, conv_group_size=4, use_swa=False
+    )
+    indices = {
+        "feature_norm.": "feature_mlp.0.",
+        "feature_mlp.up_proj.": "feature_mlp.1.",
+        "feature_mlp.down_proj.": "feature_mlp.3.",
+        "mlp.up_proj.": "mlp.0.",
+        "mlp.down_proj.": "mlp.2.",
+    }
+    renamed = {}
+    for name, tensor in {**tensors, **fill(CONVOLUTION_SHAPES)}.items():
+        if name.startswith("lilicorr."):
+            ours = next((part for part in indices if part in name), "")
+            name = name.replace(ours, indices.get(ours, ""))
+        renamed[name] = tensor
     return config, renamed
 
 
@@ -402,6 +437,16 @@ LAYOUTS: dict[str, tuple[made.Head, str, dict[str, Any]]] = {
         speculators_dflash2(),
         "speculators",
         {**SELECTOR, "window": Window(recent=9), "window_end": "root", "causal": False},
+    ),
+    "LiLiCorr": (
+        lilicorr(),
+        "z-lab/dflash",
+        {"slots": 6, **LATTICE, "conv_kernel_size": None, "sample_from_anchor": False},
+    ),
+    "LiLiCorr, ModelOpt": (
+        lilicorr_modelopt(),
+        "ModelOpt",
+        {**LATTICE, "conv_kernel_size": 2, "conv_group_size": 4},
     ),
     # three kinds of Markov heads
     "DSpark": (

@@ -220,10 +220,12 @@ SELECTOR_SHAPES: Shapes = {
     "candidate_selector.successor_codebook": (V, 3),
     "candidate_selector.hidden_projection.weight": (3, H),
 }
+CONVOLUTION_SHAPES: Shapes = {}
 for layer in range(BLOCKS):
     for part in ("attention_conv", "mlp_conv"):
-        SELECTOR_SHAPES[f"layers.{layer}.{part}.base_kernel"] = (2, 2, H)
-        SELECTOR_SHAPES[f"layers.{layer}.{part}.kernel_projection.weight"] = (2 * 2 * H // 4, H)
+        CONVOLUTION_SHAPES[f"layers.{layer}.{part}.base_kernel"] = (2, 2, H)
+        CONVOLUTION_SHAPES[f"layers.{layer}.{part}.kernel_projection.weight"] = (H, H)
+SELECTOR_SHAPES |= CONVOLUTION_SHAPES
 DFLASH2_SHAPES = {**injected_shapes(), **SELECTOR_SHAPES}
 SELECTOR = {
     "conv_kernel_size": 2,
@@ -235,6 +237,52 @@ DFLASH2_CONFIG = {
     **ZLAB_CONFIG,
     "architectures": ["DFlash2DraftModel"],
     "dflash_config": {**ZLAB_CONFIG["dflash_config"], "block_size": 6, **SELECTOR},
+}
+# the lattice of 5 slots: 4 candidates of a slot, width 8, two heads, one layer with an MLP of 12, factors of 6
+LATTICE_SHAPES: Shapes = {
+    "slot_embedding": (1, 1, 5, 1, 8),
+    "rank_embedding": (1, 1, 1, 4, 8),
+    "relative_slot_bias": (2, 11),
+    "same_slot_bias": (2,),
+    "feature_norm.weight": (5,),
+    "feature_norm.bias": (5,),
+    "layers.0.attn.in_proj_weight": (24, 8),
+    "layers.0.attn.in_proj_bias": (24,),
+}
+for name, outputs, inputs in (
+    ("token_proj", 8, H),
+    ("pass_hidden_proj", 8, H),
+    ("context_proj", 8, H),
+    ("feature_mlp.up_proj", 8, 5),
+    ("feature_mlp.down_proj", 8, 8),
+    ("layers.0.attn.out_proj", 8, 8),
+    ("layers.0.mlp.up_proj", 12, 8),
+    ("layers.0.mlp.down_proj", 8, 12),
+    ("factor_input_proj", 8, 24),
+    ("out_head", 6, 8),
+    ("in_head", 6, 8),
+    ("anchor_out_head", 6, 8),
+):
+    LATTICE_SHAPES[f"{name}.weight"] = (outputs, inputs)
+    LATTICE_SHAPES[f"{name}.bias"] = (outputs,)
+for name in ("layers.0.attn_norm", "layers.0.mlp_norm", "output_norm", "anchor_norm"):
+    LATTICE_SHAPES[f"{name}.weight"] = (8,)
+LATTICE_SHAPES = {f"lilicorr.{name}": shape for name, shape in LATTICE_SHAPES.items()}
+LATTICE = {
+    "candidate_topk": 4,
+    "hidden_size": 8,
+    "factor_dim": 6,
+    "num_layers": 1,
+    "num_heads": 2,
+    "mlp_ratio": 1.5,
+    "logit_scale": 6.0,
+    "vector_eps": 0.001,
+}
+LATTICE_KEYS = {"lilicorr_enabled": True, **{f"lilicorr_{key}": LATTICE[key] for key in LATTICE}}
+LILICORR_CONFIG = {
+    **ZLAB_CONFIG,
+    "architectures": ["LiLiCorrDraftModel"],
+    "dflash_config": {**ZLAB_CONFIG["dflash_config"], "block_size": 6, **LATTICE_KEYS},
 }
 SPECULATORS_DFLASH2 = {
     **SPECULATORS_DFLASH,
@@ -316,6 +364,8 @@ GOLDEN: dict[tuple[str, str], tuple[Shapes, dict[str, Any]]] = {
     ("vllm", "dflash2"): (DFLASH2_SHAPES, DFLASH2_CONFIG),
     ("sglang", "dflash2"): (DFLASH2_SHAPES, DFLASH2_CONFIG),
     ("llamacpp", "dflash2"): (DFLASH2_SHAPES, DFLASH2_CONFIG),
+    ("vllm", "lilicorr"): ({**injected_shapes(), **LATTICE_SHAPES}, LILICORR_CONFIG),
+    ("sglang", "lilicorr"): ({**injected_shapes(), **LATTICE_SHAPES}, LILICORR_CONFIG),
     ("speculators", "dflash2"): (DFLASH2_SHAPES, SPECULATORS_DFLASH2),
     ("deepspec", "dflash from the anchor"): ({**injected_shapes(), **BOTH_COPIES}, DEEPSPEC_CONFIG),
     ("speculators", "peagle"): (

@@ -54,7 +54,12 @@ class Tab:
         command += [f"--user-data-dir={profile}", "about:blank"]
         log = profile.with_suffix(".log").open("w")
         pipes = (to_browser, from_browser)
-        self._process = subprocess.Popen(command, pass_fds=pipes, stdout=log, stderr=log)
+        self._process = subprocess.Popen(
+            command,
+            pass_fds=pipes,
+            stdout=log,
+            stderr=log,
+        )
         for pipe in pipes:
             os.close(pipe)
         self._left = b""

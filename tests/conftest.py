@@ -30,7 +30,13 @@ from tests.trained import FIXTURE_SEED, fixture_seed
 
 # the fast suite draws the same cases every time; with --hypothesis-profile=new others, and a failure says how to pin it
 settings.register_profile("same", derandomize=True, deadline=None, database=None)
-settings.register_profile("new", derandomize=False, deadline=None, database=None, print_blob=True)
+settings.register_profile(
+    "new",
+    derandomize=False,
+    deadline=None,
+    database=None,
+    print_blob=True,
+)
 settings.load_profile("same")
 
 
@@ -107,7 +113,12 @@ def mixing_target_dir(tiny_target_dir: Path, tmp_path_factory: pytest.TempPathFa
     """
     folder = tmp_path_factory.mktemp("mixing") / "target"
     shutil.copytree(tiny_target_dir / "target", folder)
-    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "head_dim": 32}
+    shape = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 3,
+        "head_dim": 32,
+    }
     config = AutoConfig.from_pretrained(folder, **shape)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(0)

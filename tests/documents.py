@@ -235,7 +235,12 @@ def make_checkout(folder: Path, tiny: Path, target: Target) -> None:
     where = [f"target.path={tiny / 'target'}", f"train.out={tiny / 'eagle1'}"]
     # untrained heads: commands need heads that load, not good ones
     head = Eagle1.for_target(Eagle1.Settings(fc_bias=False), target.config)
-    save_head(tiny / "eagle1/head", head, Recipe.load(ROOT / name, where).dump(), {})
+    save_head(
+        tiny / "eagle1/head",
+        head,
+        Recipe.load(ROOT / name, where).dump(),
+        {},
+    )
     small = DraftModel.for_target(DraftModel.Settings(layers=2), target.config)
     save_head(tiny / "draft_model/head", small, "", {})
     answers = (tiny / "data/train.jsonl").read_text().splitlines(keepends=True)

@@ -31,6 +31,7 @@ CHOSEN = {
     "dflash": {"kind": "dflash", **BLOCKS},
     "pace": {"kind": "dflash", **BLOCKS, "loss": "tokens", "d_pace": True},
     "dflash2": {"kind": "dflash2", **BLOCKS, "selector_rank": 8},
+    "lilicorr": {"kind": "lilicorr", **BLOCKS, "hidden_size": 16, "factor_dim": 8},
     "dspark": {"kind": "dspark", **BLOCKS, "rank": 8},
     "xpress": {"kind": "xpress", **BLOCKS, "rank": 8},
     "peagle": {"kind": "peagle", "blocks": 1, "depths": 4, "divisor": "reached"},
@@ -64,7 +65,11 @@ def main(argv: list[str]) -> None:
     for name in names:
         if is_killed and is_last_rank and name == names[-1]:
             checkpoint = folder / name / "checkpoints/step-2"
-            threading.Thread(target=die_after, args=(checkpoint,), daemon=True).start()
+            threading.Thread(
+                target=die_after,
+                args=(checkpoint,),
+                daemon=True,
+            ).start()
         head = train_head(name, folder / name, base, accelerator)
         torch.save(dict(head.state_dict()), folder / f"{name}-{accelerator.process_index}.pt")
         accelerator.free_memory()  # else checkpoints hold the heads before, too
@@ -82,7 +87,14 @@ def train_head(name: str, out: Path, base: Recipe, accelerator: Any) -> Any:
     head = first_head(recipe, settings, target, features)
     # as the training script does it, step by step
     split = splits_weights(accelerator, section)
-    features = follow_head(recipe, settings, target, features, head=head, weights_split=split)
+    features = follow_head(
+        recipe,
+        settings,
+        target,
+        features,
+        head=head,
+        weights_split=split,
+    )
     target_head = target.head.cast(getattr(torch, section.dtype))
     train(accelerator, recipe, head, target_head, features=features)
     return head

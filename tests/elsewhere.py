@@ -66,7 +66,11 @@ def spin(count: int) -> Iterator[None]:
 def run_suite(variant: Variant, arguments: Sequence[str]) -> tuple[list[str], str]:
     """Return what failed, one line a test, and pytest's last line."""
     command = [sys.executable, "-m", "pytest", "-rfE", "--tb=short", *variant.options, *arguments]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    pipes = {
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.STDOUT,
+        "text": True,
+    }
     lines = []
     with spin(variant.spinning):
         with subprocess.Popen(command, env={**os.environ, **variant.env}, **pipes) as run:  # type: ignore[call-overload]

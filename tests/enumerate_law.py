@@ -65,7 +65,11 @@ def every_outcome(run: Callable[[Chance], Outcome]) -> Iterator[tuple[Outcome, f
 
 
 def random_logits(
-    seed: int, vocab_size: int, lengths: int, dtype: torch.dtype, scale: float = 2.0
+    seed: int,
+    vocab_size: int,
+    lengths: int,
+    dtype: torch.dtype,
+    scale: float = 2.0,
 ) -> Laws:
     """Return logits after every text shorter than `lengths`.
 

@@ -66,7 +66,11 @@ def shrunk(config: Any) -> dict[str, Any]:
     for name, value in own.items():
         if name in config.sub_configs and value is not None:
             special = SPECIAL.get(value.model_type, {})
-            values[name] = {**shrunk(value), **special, "model_type": value.model_type}
+            values[name] = {
+                **shrunk(value),
+                **special,
+                "model_type": value.model_type,
+            }
         elif isinstance(value, bool) or name.startswith("_"):
             continue
         elif isinstance(value, int):
@@ -87,7 +91,12 @@ def shrunk(config: Any) -> dict[str, Any]:
     if "qk_rope_head_dim" in values and "head_dim" in values:
         values["head_dim"] = values["qk_rope_head_dim"]  # what is rotated
     values |= {name: value for name, value in NEEDED.items() if own.get(name, value) is None}
-    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "is_decoder": True}
+    tokens = {
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "is_decoder": True,
+    }
     return values | {name: value for name, value in tokens.items() if hasattr(config, name)}
 
 
@@ -110,7 +119,12 @@ NEEDED = {
     "n_routed_experts": 4,
 }
 # what no name tells: sizes that must fit each other
-MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_ssm": 64, "mamba_n_groups": 1}
+MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_d_ssm": 64,
+    "mamba_n_groups": 1,
+}
 # with few index heads, scores tie at ReLU's zero, and which columns are the best is then left to rounding
 INDEXED = {"index_n_heads": 32}
 QWEN4 = {

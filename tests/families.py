@@ -41,7 +41,11 @@ COMMON = {
 }
 ALTERNATING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 2}
 HEADS = {"head_dim": 8}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
 LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 YARN = {
     "rope_type": "yarn",
@@ -49,7 +53,12 @@ YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-LLAMA3 = {**YARN, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 = {
+    **YARN,
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
 LATENT_ATTENTION = {
     "num_key_value_heads": 4,
     "q_lora_rank": 16,

@@ -127,7 +127,11 @@ def eagle1(bias: bool | None = False, tensor: bool = False) -> Head:
 
 def safeailab() -> Head:
     """SafeAILab's EAGLE-3: nothing says which layers."""
-    tensors = {**fused("midlayer."), **vocabulary(), "embed_tokens.weight": embedding()}
+    tensors = {
+        **fused("midlayer."),
+        **vocabulary(),
+        "embed_tokens.weight": embedding(),
+    }
     return {"architectures": ["LlamaForCausalLM"], **LLAMA, "draft_vocab_size": D}, tensors
 
 
@@ -189,7 +193,11 @@ def speculators31() -> Head:
 
 def speculators_default() -> Head:
     """What the trainer of speculators writes by default: one norm of all three layers."""
-    config, tensors = speculators(norm_before_fc=True, norm_before_residual=True, norm_output=True)
+    config, tensors = speculators(
+        norm_before_fc=True,
+        norm_before_residual=True,
+        norm_output=True,
+    )
     return config, tensors | {"input_norm.weight": drawn(3 * H, seed=1)}
 
 

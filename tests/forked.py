@@ -99,7 +99,11 @@ class Server:
         )
 
     def run(
-        self, argv: list[str], folder: Path, room: int | None = None, stop: float | None = None
+        self,
+        argv: list[str],
+        folder: Path,
+        room: int | None = None,
+        stop: float | None = None,
     ) -> Ended:
         """Run a command in this folder, and return it once it has ended.
 

@@ -18,6 +18,7 @@ from tests.drafters.parts.test_objectives_kinds import FORMULAS
 from tests.naive_dflash2 import convolve, selector_loss
 from tests.naive_divisors import Term, divide_terms
 from tests.naive_layers import Weights, attend, project_heads, rms
+from tests.naive_lilicorr import path_losses
 
 
 def block_states(
@@ -126,6 +127,37 @@ def draft_tokens(head: Any) -> list[int]:
     return tokens
 
 
+def level_losses(
+    head: Any, weights: Weights, anchor: Anchor, states: Tensor, target_head: TargetHead
+) -> tuple[Tensor, Tensor]:
+    """Return the loss of each level of one block [K], and its weight [K]; `states` [K, H] are the levels'."""
+    settings = head.settings
+    text, root, reached = anchor
+    assert text.features is not None
+    # a head with a draft vocabulary knows its tokens alone, and the target's law is cut to them
+    drafts = draft_tokens(head)
+    logits = target_head.logits(states)[:, drafts]
+    q = logits.softmax(-1)
+    p = target_head.logits(text.features[root : root + reached, -1])[:, drafts].softmax(-1)
+    tokens = text.tokens[root + 1 : root + 1 + reached].tolist()
+    inside = torch.tensor([token in drafts for token in tokens])
+    tokens = [drafts.index(token) if token in drafts else 0 for token in tokens]
+    likely = q[range(reached), tokens]
+    if settings.d_pace:
+        # what cannot be drafted ends a draft
+        likely = torch.where(inside, likely, -1.0)
+    losses = -likely.log() if settings.loss == "tokens" else FORMULAS[settings.loss](p, q)
+    # the weights may follow what the head itself finds likely
+    level_weights = weigh_levels(settings, likely)
+    if settings.loss == "tokens":
+        # no label is outside of the vocabulary; the level counts in the mean all the same
+        losses = torch.where(inside, losses, 0.0)
+    labels = torch.where(inside, torch.tensor(tokens), -1)
+    before = text.tokens[root : root + reached]
+    losses = losses + selector_loss(head, weights, states, before, labels, logits=logits)
+    return losses, level_weights
+
+
 def naive_loss(
     head: Any, weights: Weights, anchors: Iterable[Anchor], target_head: TargetHead
 ) -> Tensor:
@@ -139,36 +171,23 @@ def naive_loss(
     """
     settings = head.settings
     terms: list[Term] = []
+    paths: list[Tensor] = []
     begins = 0
     for text, root, reached in anchors:
         assert text.features is not None
         read = text.features[:root, : len(settings.taps)]
         # the text before the root is known, and the levels up to the first gap count
-        states = level_states(head, weights, read, text.tokens[root], target_head=target_head)[
-            :reached
-        ]
-        # a head with a draft vocabulary knows its tokens alone, and the target's law is cut to them
-        drafts = draft_tokens(head)
-        logits = target_head.logits(states)[:, drafts]
-        q = logits.softmax(-1)
-        p = target_head.logits(text.features[root : root + reached, -1])[:, drafts].softmax(-1)
-        tokens = text.tokens[root + 1 : root + 1 + reached].tolist()
-        inside = torch.tensor([token in drafts for token in tokens])
-        tokens = [drafts.index(token) if token in drafts else 0 for token in tokens]
-        likely = q[range(reached), tokens]
-        if settings.d_pace:
-            # what cannot be drafted ends a draft
-            likely = torch.where(inside, likely, -1.0)
-        losses = -likely.log() if settings.loss == "tokens" else FORMULAS[settings.loss](p, q)
-        # the weights may follow what the head itself finds likely
-        level_weights = weigh_levels(settings, likely)
-        if settings.loss == "tokens":
-            # no label is outside of the vocabulary; the level counts in the mean all the same
-            losses = torch.where(inside, losses, 0.0)
-        labels = torch.where(inside, torch.tensor(tokens), -1)
-        before = text.tokens[root : root + reached]
-        losses = losses + selector_loss(head, weights, states, before, labels, logits=logits)
+        block = level_states(head, weights, read, text.tokens[root], target_head=target_head)
+        paths += path_losses(
+            head, weights, text, root=root, reached=reached, states=block, target_head=target_head
+        )
+        states = block[:reached]
+        losses, level_weights = level_losses(
+            head, weights, (text, root, reached), states, target_head=target_head
+        )
         for level in range(reached):
             terms.append((0, level, level_weights[level], losses[level]))
         begins += 1
-    return divide_terms(settings.divisor, terms, [begins])
+    loss = divide_terms(settings.divisor, terms, [begins])
+    # LiLiCorr's is a mean of its own
+    return loss + torch.stack(paths).mean() if paths else loss

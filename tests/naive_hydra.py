@@ -80,7 +80,11 @@ def level_logits(weights: Weights, level: int, hidden: Tensor) -> Tensor:
 
 
 def hydra_loss(
-    weights: Weights, settings: Any, shape: Any, texts: Sequence[Example], target_head: TargetHead
+    weights: Weights,
+    settings: Any,
+    shape: Any,
+    texts: Sequence[Example],
+    target_head: TargetHead,
 ) -> Tensor:
     """Return the sum over the levels that each anchor reaches, divided by the number of anchors.
 
@@ -103,7 +107,12 @@ def hydra_loss(
             for level in range(levels):
                 # one level at a time, with the embeddings that it reads
                 behind = [embedded[position] for position in tokens_behind(anchor, level)]
-                hidden = level_hidden(weights, level, prefix[begin_at(anchor)], behind)
+                hidden = level_hidden(
+                    weights,
+                    level,
+                    prefix[begin_at(anchor)],
+                    behind,
+                )
                 log_probs = level_logits(weights, level, hidden).log_softmax(-1)
                 position = anchor + 2 + level  # of the token that is guessed
                 teacher = states[position - 1]

@@ -77,7 +77,11 @@ def attend(query: Tensor, key: Tensor, value: Tensor, visible: Tensor) -> Tensor
 
 
 def finish_block(
-    weights: Weights, layer: str, residual: Tensor, attention: Tensor, eps: float
+    weights: Weights,
+    layer: str,
+    residual: Tensor,
+    attention: Tensor,
+    eps: float,
 ) -> Tensor:
     """Return a block's output [.., H] from the output of its attention: o_proj, norm and MLP.
 

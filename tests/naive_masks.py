@@ -22,13 +22,31 @@ def block(weights: Weights, index: int, shape: Any, read: Tensor, residual: Tens
     """Return [R, H], one block's output: every row sees the rows up to itself."""
     layer = f"layers.{index}."
     positions = range(len(read))
-    query = project_heads(weights, f"{layer}self_attn.q_", read, shape, positions=positions)
-    key = project_heads(weights, f"{layer}self_attn.k_", read, shape, positions=positions)
+    query = project_heads(
+        weights,
+        f"{layer}self_attn.q_",
+        read,
+        shape,
+        positions=positions,
+    )
+    key = project_heads(
+        weights,
+        f"{layer}self_attn.k_",
+        read,
+        shape,
+        positions=positions,
+    )
     value = project_heads(weights, f"{layer}self_attn.v_", read, shape)
     # masks are rows like any others: each sees those before it
     causal = torch.ones(len(read), len(read), dtype=torch.bool).tril()
     attention = attend(query, key, value, causal)
-    return finish_block(weights, layer, residual, attention, eps=shape.rms_norm_eps)
+    return finish_block(
+        weights,
+        layer,
+        residual,
+        attention,
+        eps=shape.rms_norm_eps,
+    )
 
 
 def anchor_logits(

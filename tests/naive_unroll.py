@@ -79,7 +79,10 @@ def seen(anchor: int, step: int) -> list[tuple[int, int]]:
 
 
 def unrolled(
-    network: Network, embedded: Tensor, first: Sequence[Tensor], anchors: Mapping[int, int]
+    network: Network,
+    embedded: Tensor,
+    first: Sequence[Tensor],
+    anchors: Mapping[int, int],
 ) -> dict:
     """Return {(anchor, step): output [H]} of one text, for as many steps at each anchor as `anchors` says.
 
@@ -218,7 +221,11 @@ def eagle3_logits(weights: Weights, *args: Any, **kwargs: Any) -> dict:
 
 
 def eagle3_loss(
-    weights: Weights, settings: Any, shape: Any, texts: Sequence[Example], target_head: TargetHead
+    weights: Weights,
+    settings: Any,
+    shape: Any,
+    texts: Sequence[Example],
+    target_head: TargetHead,
 ) -> Tensor:
     """Return the sum over steps of decay^step times the loss there, divided by the number of anchors.
 
@@ -264,7 +271,13 @@ def hass_network(weights: Weights, settings: Any, shape: Any) -> Network:
         joined = F.linear(both, weights["fc.weight"], weights.get("fc.bias"))
         return joined, joined
 
-    return Network(weights, shape, enter, handed=Tensor.detach, steps=settings.steps)
+    return Network(
+        weights,
+        shape,
+        enter,
+        handed=Tensor.detach,
+        steps=settings.steps,
+    )
 
 
 def hass_outputs(
@@ -291,7 +304,12 @@ def hass_outputs(
 
 
 def hass_logits(
-    weights: Weights, settings: Any, shape: Any, text: Text, target_head: TargetHead, anchors: Any
+    weights: Weights,
+    settings: Any,
+    shape: Any,
+    text: Text,
+    target_head: TargetHead,
+    anchors: Any,
 ) -> dict:
     """Return {(anchor, step): logits [V]}, as `eagle3_logits`."""
     tokens, taps = text

@@ -69,7 +69,12 @@ def run_suite(python: Path, options: list[str]) -> dict[str, Any]:
     """Return the versions of an environment, and how many tests passed there, were skipped and failed by name."""
     path = f"{python.parent}{os.pathsep}{os.environ['PATH']}"
     env = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path}
-    versions = subprocess.run([python, "-c", ASK], check=True, capture_output=True, env=env)
+    versions = subprocess.run(
+        [python, "-c", ASK],
+        check=True,
+        capture_output=True,
+        env=env,
+    )
     report = python.parent / "report.xml"
     command = [python, "-m", "pytest", "-p", "no:cacheprovider", f"--junitxml={report}", *options]
     status = subprocess.run(command, cwd=ROOT, env=env).returncode
@@ -132,11 +137,21 @@ def main(argv: list[str]) -> int:
     oldest = "take the lower bounds of pyproject.toml"
     parser.add_argument("--oldest", action="store_true", help=oldest)
     pythons = "interpreters, the newest last"
-    parser.add_argument("--python", nargs="+", default=[sys.executable], help=pythons)
+    parser.add_argument(
+        "--python",
+        nargs="+",
+        default=[sys.executable],
+        help=pythons,
+    )
     into = "folder of the environments, 7 GB each; by default in build"
     parser.add_argument("--into", type=Path, help=into)
     parser.add_argument("--out", type=Path, default=PROVEN)
-    parser.add_argument("options", nargs="*", metavar="OPTION", help="behind --: options of pytest")
+    parser.add_argument(
+        "options",
+        nargs="*",
+        metavar="OPTION",
+        help="behind --: options of pytest",
+    )
     args = parser.parse_args(argv)
     versions = OLDEST if args.oldest else NEWEST
     folder = args.into or ROOT / "build" / versions

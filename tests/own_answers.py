@@ -31,7 +31,11 @@ def cached_steps(model: PreTrainedModel) -> Logits:
     @torch.no_grad()
     def logits(text: list[int]) -> Tensor:
         nonlocal read, options
-        output = model(input_ids=torch.tensor([text[read:]]), use_cache=True, **options)
+        output = model(
+            input_ids=torch.tensor([text[read:]]),
+            use_cache=True,
+            **options,
+        )
         # each family calls its cache otherwise
         name = next(kind for kind in CACHES if getattr(output, kind, None) is not None)
         options = {name: getattr(output, name)}
@@ -42,7 +46,10 @@ def cached_steps(model: PreTrainedModel) -> Logits:
 
 
 def answer_naively(
-    logits: Logits, prompt: Sequence[int], count: int, sampling: Sampling
+    logits: Logits,
+    prompt: Sequence[int],
+    count: int,
+    sampling: Sampling,
 ) -> list[int]:
     """Return so many tokens after a prompt at T = 0, or sampled with the noise of their positions.
 
@@ -67,7 +74,10 @@ def answer_naively(
 
 
 def search_naively(
-    make: Callable[[], Logits], prompt: Sequence[int], beams: int, count: int
+    make: Callable[[], Logits],
+    prompt: Sequence[int],
+    beams: int,
+    count: int,
 ) -> tuple[list[list[int]], list[float]]:
     """Return the best continuations of one length and their mean log-probs; each step reads all of a beam again.
 

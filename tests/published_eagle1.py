@@ -95,7 +95,11 @@ class PublishedHead(nn.Module):
         self.layers = nn.ModuleList([Layer(shape)])
 
     def forward(
-        self, following: Tensor, features: Tensor, lengths: Tensor, embedding: Tensor
+        self,
+        following: Tensor,
+        features: Tensor,
+        lengths: Tensor,
+        embedding: Tensor,
     ) -> Tensor:
         """Return [B, T, H], predicted features, from tokens shifted left by one and features that are not shifted."""
         position = torch.arange(following.shape[1], device=following.device)
@@ -172,7 +176,11 @@ def published_optimizer(head: nn.Module) -> torch.optim.Optimizer:
 
 
 def published_step(
-    loss: Any, optimizer: torch.optim.Optimizer, *, bf16: bool = True, clip: str = "value"
+    loss: Any,
+    optimizer: torch.optim.Optimizer,
+    *,
+    bf16: bool = True,
+    clip: str = "value",
 ) -> float:
     """Take one update from what `loss()` returns; gradients are clipped by value, as published, or by norm.
 

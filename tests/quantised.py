@@ -30,7 +30,11 @@ STEPS = 8
 
 def write_plain(folder: Path) -> Path:
     """Write a random llama whose layers divide into every format's groups."""
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3}
+    sizes = {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 3,
+    }
     model = LlamaForCausalLM(LlamaConfig(**{**COMMON, **sizes, "tie_word_embeddings": False}))
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():

@@ -39,7 +39,10 @@ PATIENCE = 900  # seconds: a limit that ends what hangs
 
 
 def on_ranks(
-    count: int, work: Callable[[int], object], folder: Path, launched: bool = True
+    count: int,
+    work: Callable[[int], object],
+    folder: Path,
+    launched: bool = True,
 ) -> list[str]:
     """Do some work in `count` forked processes, connected as a launcher would; return what each printed.
 

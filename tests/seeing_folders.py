@@ -107,7 +107,13 @@ def make_processor(name: str, words: Any) -> Any:
     tiles: Any
     if name == "llava":
         square = CLIPImageProcessorPil(**SQUARE)
-        return LlavaProcessor(square, words, chat_template=TEMPLATE, image_token="<image>", **LLAVA)
+        return LlavaProcessor(
+            square,
+            words,
+            chat_template=TEMPLATE,
+            image_token="<image>",
+            **LLAVA,
+        )
     if name == "llava_next":
         tiles = LlavaNextImageProcessorPil(**SQUARE, image_grid_pinpoints=PINPOINTS)
         return LlavaNextProcessor(tiles, words, image_token="<image>", **LLAVA)
@@ -119,7 +125,12 @@ def make_processor(name: str, words: Any) -> Any:
             size={"longest_edge": 32}, max_image_size={"longest_edge": 16}
         )
         return Idefics3Processor(tiles, words, image_seq_len=4)
-    patches = Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, min_pixels=64, max_pixels=1024)
+    patches = Qwen2VLImageProcessorPil(
+        patch_size=4,
+        merge_size=2,
+        min_pixels=64,
+        max_pixels=1024,
+    )
     return QwenImages(patches, words)
 
 

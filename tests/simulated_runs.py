@@ -256,7 +256,10 @@ def some_texts() -> list[Example]:
 
 
 def start_run(
-    head: dict[str, Any], target: Target, is_live: bool, settings: dict[str, Any]
+    head: dict[str, Any],
+    target: Target,
+    is_live: bool,
+    settings: dict[str, Any],
 ) -> tuple[TrainingRun, Any]:
     """Return a training run of three steps that has not begun, and its network.
 
@@ -270,7 +273,13 @@ def start_run(
     AcceleratorState._reset_state(True)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=settings.get("accumulation", 1))
     accelerator.state.device = PartialState().device = target.device
-    section = TrainSection(out="none", batch_size=3, epochs=3, validation=0, **settings)
+    section = TrainSection(
+        out="none",
+        batch_size=3,
+        epochs=3,
+        validation=0,
+        **settings,
+    )
     recipe: Any = SimpleNamespace(train=section, features=SimpleNamespace(store=None))
     # weights and stored features come from the CPU's model, so that both devices train on the same
     torch.manual_seed(0)
@@ -280,7 +289,12 @@ def start_run(
     features: Any = LiveFeatures(target if is_live else cpu_target, some_texts(), identity)
     texts = [example.tokens[example.loss_mask] for example in features.examples]
     method = DRAFTERS[head_settings.kind]
-    network = method.for_target(head_settings, target.config, cpu_target.head, texts)
+    network = method.for_target(
+        head_settings,
+        target.config,
+        cpu_target.head,
+        texts,
+    )
     features = follow_head(
         recipe, head_settings, target, features, head=network, weights_split=False
     )
@@ -372,12 +386,18 @@ def fill(dtype: str, target: Target) -> tuple[Any, list[Any]]:
 
 
 def attend_densely(
-    query: Tensor, key: Tensor, value: Tensor, *, block_mask: Any, **options: Any
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    block_mask: Any,
+    **options: Any,
 ) -> tuple[Tensor, Any]:
     """Return what flex attention computes, as the simulation has none of its kernels."""
     queries = torch.arange(query.shape[-2], device=query.device)
     keys = torch.arange(key.shape[-2], device=query.device)
     visible = block_mask.mask_mod(0, 0, queries[:, None], keys)
+    # queries that share a key
     group = query.shape[1] // key.shape[1]
     key = key.repeat_interleave(group, 1)
     value = value.repeat_interleave(group, 1)
@@ -395,7 +415,10 @@ def decoding_runs() -> dict[str, Run]:
     runs: dict[str, Run] = {}
 
     def add(
-        name: str, sampling: str = "greedy", budget: str = "grown", batch: bool = False
+        name: str,
+        sampling: str = "greedy",
+        budget: str = "grown",
+        batch: bool = False,
     ) -> None:
         suffix = ", batch" if batch else ""
         runs[f"decode {name}, {sampling}, {budget}{suffix}"] = partial(
@@ -450,8 +473,10 @@ def difference(expected: Any, got: Any) -> float:
         return 0.0 if expected == got else float("inf")
     errors = []
     for own, other in zip(expected, got, strict=True):
-        error = (own.double() - other.double()).norm() / own.double().norm().clamp(min=1e-9)
-        errors.append(float(error))
+        exact = own.double()
+        error = (exact - other.double()).norm()
+        # a result of zeros has no size to compare with
+        errors.append(float(error / exact.norm().clamp(min=1e-9)))
     return max(errors)
 
 

@@ -14,6 +14,8 @@ from transformers import LlamaConfig
 from eagle.core.drafter import TargetHead
 from eagle.core.examples import Example, collate
 from eagle.drafters import DRAFTERS, settings_of
+from eagle.drafters.levels.medusa import FALLING
+from tests.naive_divisors import Term, divide_terms
 from tests.unrolled_heads import (
     SHAPE,
     SPANS,
@@ -33,17 +35,26 @@ Levels = Callable[[Weights, Any, Tensor, Sequence[int]], Iterator[Tensor]]
 """Weights by name, settings, a state [H] and the tokens after it -> logits [V] of one level after the other."""
 
 
-def new_head(shape: LlamaConfig = SHAPE, **settings: Any) -> Any:
+def new_head(
+    shape: LlamaConfig = SHAPE,
+    target_head: TargetHead | None = None,
+    **settings: Any,
+) -> Any:
     """Return a head in fp64 with all its weights away from where they start."""
     torch.manual_seed(2)
     # checked as a recipe's settings are
     checked = settings_of({"levels": LEVELS, **settings}, "test")
-    head = DRAFTERS[checked.kind].for_target(checked, shape, frozen_head(torch.float32))
+    target_head = target_head or frozen_head(torch.float32)
+    head = DRAFTERS[checked.kind].for_target(checked, shape, target_head)
     return moved(head).double().train()
 
 
 def loop_over_slots(
-    levels: Levels, weights: Weights, settings: Any, texts: list[Example], target_head: TargetHead
+    levels: Levels,
+    weights: Weights,
+    settings: Any,
+    texts: list[Example],
+    target_head: TargetHead,
 ) -> Tensor:
     """Return the loss by definition: of each position, all levels up to the first gap in what is supervised.
 
@@ -54,28 +65,35 @@ def loop_over_slots(
         texts: the batch.
         target_head: the target's embedding and LM head.
     """
-    total = torch.zeros((), dtype=FP64)
-    count = 0
-    for text in texts:
+    terms: list[Term] = []
+    for index, text in enumerate(texts):
         assert text.features is not None
         states = text.features[:, TAPS.index(-1)]
         tokens = text.tokens.tolist()
         for first in range(2, len(tokens)):
-            if not text.loss_mask[first]:
-                continue
-            count += 1
             # a head knows the state before the root and all tokens up to the one that a level guesses
-            logits = levels(weights, settings, states[first - 2], tokens[first - 1 :])
-            for position in range(first, min(first + settings.levels, len(tokens))):
+            logits = levels(
+                weights,
+                settings,
+                states[first - 2],
+                tokens[first - 1 :],
+            )
+            last = min(first + settings.levels, len(tokens))
+            for level, position in enumerate(range(first, last)):
                 if not text.loss_mask[position]:
                     break
                 log_probs = next(logits).log_softmax(-1)
                 if settings.loss == "tokens":
-                    total -= log_probs[tokens[position]]
+                    loss = -log_probs[tokens[position]]
                 else:
                     probs = target_head.logits(states[position - 1]).softmax(-1)
-                    total -= (probs * log_probs).sum()
-    return total / count
+                    loss = -(probs * log_probs).sum()
+                # Medusa alone weighs its levels
+                is_falling = getattr(settings, "weights", None) == "falling"
+                weight = FALLING ** (level + 1) if is_falling else 1
+                terms.append((index, level, weight, loss))
+    supervised = [int(text.loss_mask[2:].sum()) for text in texts]
+    return divide_terms(settings.divisor, terms, supervised)
 
 
 def distance_from_loop(levels: Levels, head: Any) -> float:
@@ -85,6 +103,12 @@ def distance_from_loop(levels: Levels, head: Any) -> float:
 
     def loop(weights: Weights) -> Tensor:
         every = {**weights, "frozen": target_head.weight}
-        return loop_over_slots(levels, every, head.settings, texts, target_head=target_head)
+        return loop_over_slots(
+            levels,
+            every,
+            head.settings,
+            texts,
+            target_head=target_head,
+        )
 
     return apart(head, computed(head, collate(texts, TAPS), target_head), gradients_of(head, loop))

@@ -108,12 +108,21 @@ def stock_generate(model: Any, inputs: dict[str, Any], warpers: Any = None, **op
         processors += [*warpers, AddNoise(paddings_of(inputs))]
     # noise comes last, after all warpers
     options = {**asked(), **options}
-    return model.generate(**inputs, **options, logits_processor=LogitsProcessorList(processors))
+    return model.generate(
+        **inputs,
+        **options,
+        logits_processor=LogitsProcessorList(processors),
+    )
 
 
 def asked() -> dict[str, Any]:
     """Return the options of every call."""
-    return {"max_new_tokens": 16, "do_sample": False, "pad_token_id": PAD, "eos_token_id": None}
+    return {
+        "max_new_tokens": 16,
+        "do_sample": False,
+        "pad_token_id": PAD,
+        "eos_token_id": None,
+    }
 
 
 def texts_of(tokens: Tensor, inputs: dict[str, Any]) -> list[list[int]]:
@@ -124,7 +133,10 @@ def texts_of(tokens: Tensor, inputs: dict[str, Any]) -> list[list[int]]:
 
 
 def generate_knowing(
-    model: Any, stock: Any, inputs: dict[str, Any], **options: Any
+    model: Any,
+    stock: Any,
+    inputs: dict[str, Any],
+    **options: Any,
 ) -> tuple[Any, Any]:
     """Return what `model.generate` gives with a drafter that knows the stock answer, and the callable.
 

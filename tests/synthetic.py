@@ -32,7 +32,11 @@ PIECES = ["The ", "quick ", "fox ", "copies ", "a ", "file", ".\n"]
 
 
 def answer(
-    drafter: str, conversation: int, temperature: float, seed: int = 0, **changed: Any
+    drafter: str,
+    conversation: int,
+    temperature: float,
+    seed: int = 0,
+    **changed: Any,
 ) -> dict[str, Any]:
     """Return one row; easy conversations are easy for every drafter.
 
@@ -88,7 +92,12 @@ def cycle(dice: random.Random, levels: int, rate: float) -> dict[str, Any]:
         if not accepted:
             break
         path.append(dice.choices((0, 1, 2), (8, 2, 1))[0])
-    milliseconds = {"draft": 0.7 * levels, "target": 9 + 0.3 * levels, "verify": 0.3, "other": 0.2}
+    milliseconds = {
+        "draft": 0.7 * levels,
+        "target": 9 + 0.3 * levels,
+        "verify": 0.3,
+        "other": 0.2,
+    }
     seconds = {part: ms / 1000 * dice.uniform(0.9, 1.1) for part, ms in milliseconds.items()}
     # two nodes a level, whatever is accepted
     return {
@@ -116,7 +125,13 @@ def write(
 ) -> Path:
     """Write a results file; two answers are in pieces, one of them hostile."""
     drafters = [*drafters]
-    budget = {"nodes": 8, "depth": 5, "top_k": 3, "paths": None, "draw": "noise"}
+    budget = {
+        "nodes": 8,
+        "depth": 5,
+        "top_k": 3,
+        "paths": None,
+        "draw": "noise",
+    }
     run = {
         "id": "c0ffee00",
         "target": "a/target",

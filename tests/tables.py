@@ -20,7 +20,8 @@ def some_text(vocab_size: int, length: int = 400, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     tokens = (torch.rand(length, generator=generator) ** 3 * vocab_size).long()
     # every other token follows from the one before
-    tokens[1::2] = (tokens[::2][: length // 2] * 7 + tokens[1::2] % 3) % vocab_size
+    before = tokens[::2][: length // 2]
+    tokens[1::2] = (before * 7 + tokens[1::2] % 3) % vocab_size
     return tokens
 
 

@@ -113,7 +113,9 @@ def test_the_layout_refuses_other_methods(registered: None, tiny_target: Target)
 
 
 def test_the_example_keeps_to_the_rules_of_its_places(
-    registered: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    registered: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Imports go down only and to no other method; the recipe and the row are found."""
     assert not wrong_imports(f"eagle.drafters.recurrent.{KIND}", ast.parse(METHOD))
@@ -138,7 +140,9 @@ def test_the_example_keeps_to_the_rules_of_its_places(
 
 @pytest.fixture(scope="module")
 def followed(
-    registered: None, tiny_target_dir: Path, tmp_path_factory: pytest.TempPathFactory
+    registered: None,
+    tiny_target_dir: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
     """The page's commands, run in order on little data, in a folder where `make tiny` seems to have run."""
     folder = tmp_path_factory.mktemp("followed")
@@ -194,7 +198,12 @@ def test_the_exported_example_is_the_trained_one(followed: Path, tiny_target: Ta
     states = torch.randn(2, config["hidden_size"])
     # the formula of the page, from the exported tensors alone
     both = torch.cat([embedding[tokens], states], dim=1)
-    normed = F.rms_norm(both, both.shape[1:], tensors["norm.weight"], config["rms_norm_eps"])
+    normed = F.rms_norm(
+        both,
+        both.shape[1:],
+        tensors["norm.weight"],
+        config["rms_norm_eps"],
+    )
     entered = F.silu(F.linear(normed, tensors["enter.weight"], tensors["enter.bias"]))
     expected = states + F.linear(entered, tensors["leave.weight"], tensors["leave.bias"])
     torch.testing.assert_close(head.step(tokens, states, tiny_target.head), expected)

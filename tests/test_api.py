@@ -61,7 +61,13 @@ def test_settings_of_the_sampling_may_be_named_alone(tiny_target: Target) -> Non
     """They make the Sampling that is meant, and do not stand beside one."""
     options = {"max_new_tokens": 12, "stop": []}
     sampling = Sampling(0.9, top_p=0.8, top_k=20, seed=3)
-    expected = generate(tiny_target, "none", QUESTION, sampling=sampling, **options)
+    expected = generate(
+        tiny_target,
+        "none",
+        QUESTION,
+        sampling=sampling,
+        **options,
+    )
     trace = generate(
         tiny_target, "ngram", QUESTION, temperature=0.9, top_p=0.8, top_k=20, seed=3, **options
     )
@@ -153,13 +159,22 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("settings", "keyword"), WRONG)
 def test_wrong_settings_are_refused(
-    settings: dict[str, Any], keyword: str, tiny_target_dir: Path, tmp_path: Path
+    settings: dict[str, Any],
+    keyword: str,
+    tiny_target_dir: Path,
+    tmp_path: Path,
 ) -> None:
     """As in a recipe, before anything is trained."""
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps(record) + "\n" for record in make_records(4)))
     with pytest.raises(ValueError, match=keyword):
-        train(str(tiny_target_dir / "target"), None, data, output_dir=tmp_path / "out", **settings)
+        train(
+            str(tiny_target_dir / "target"),
+            None,
+            data,
+            output_dir=tmp_path / "out",
+            **settings,
+        )
 
 
 def test_a_model_in_memory_needs_its_tokenizer(tiny_target: Target, tmp_path: Path) -> None:

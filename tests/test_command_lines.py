@@ -112,8 +112,6 @@ WRONG: dict[str, list[str]] = {
     "recipes/tiny/make_long.py": ["--steps few"],
     "recipes/tiny/make_seeing_target.py": ["--images few"],
     "recipes/tiny/demo.py": ["unknown"],
-    "tests/doctor/broken_heads.py": [f"--target {GONE} --heads {GONE}"],
-    "tests/doctor/other_heads.py": ["out --set unknown --seed 1", "out --set tuning --seed few"],
     "tests/recipes/training_memory.py": ["--out"],
     "bench/invariance.py": [GONE, f"{GONE} --dtype float64"],
     "bench/speed_tables.py": [GONE, f"{GONE} --dtype float16"],
@@ -136,7 +134,7 @@ FREE = {
     "bench/train_speed.py",
 }
 FOLDERS = ("data_prep", "eval", "recipes", "recipes/tiny", "bench")
-FOLDERS += ("tests/engines", "tests/doctor", "tests/recipes")
+FOLDERS += ("tests/engines", "tests/recipes")
 CASES = [(name, line) for name, lines in WRONG.items() for line in ("--help", "--no-such", *lines)]
 CASES += [(name, "") for name in WRONG if name not in FREE]
 SECONDS = 20  # after which a command has begun to work
@@ -212,7 +210,9 @@ def test_a_wrong_command_line_ends_in_a_sentence(
     ],
 )
 def test_a_key_that_is_given_as_an_option_is_told_as_an_override(
-    line: str, hint: str, capsys: pytest.CaptureFixture[str]
+    line: str,
+    hint: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """By every verb, with usage and status 2."""
     with pytest.raises(SystemExit) as ended:
@@ -236,7 +236,12 @@ try:
 finally:
     print("torch" in sys.modules)
 """
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
     assert run.returncode == 2
     assert run.stdout == "False\n"
     assert run.stderr.startswith(f"usage: eagle {line.split()[0]} ")
@@ -278,7 +283,9 @@ def test_a_drafter_that_is_none_is_refused_before_the_target_is_loaded(
     ],
 )
 def test_the_demos_target_is_not_trained(
-    line: str, words: str, capsys: pytest.CaptureFixture[str]
+    line: str,
+    words: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A section `joint` needs a recipe, which names another target."""
     with pytest.raises(SystemExit):
@@ -292,7 +299,13 @@ def test_a_reader_that_has_seen_enough_gets_no_traceback(line: str) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     command = [sys.executable, "-m", "eagle", *line.split()]
-    run = subprocess.run(command, cwd=ROOT, stdout=writing, stderr=subprocess.PIPE, text=True)
+    run = subprocess.run(
+        command,
+        cwd=ROOT,
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     os.close(writing)
     assert run.stderr == ""
 
@@ -353,7 +366,9 @@ def test_the_overview_fits_a_screen() -> None:
 
 @pytest.mark.parametrize("old", OLD_VERBS)
 def test_an_old_verb_is_its_new_spelling(
-    old: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    old: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Wherever its option stands; a line on stderr says what to write, unless quiet is wanted."""
     monkeypatch.setenv("EAGLE_QUIET", "")
@@ -414,7 +429,9 @@ def main_help(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     ],
 )
 def test_an_option_that_chooses_a_program_is_written_in_full(
-    line: str, expected: str, capsys: pytest.CaptureFixture[str]
+    line: str,
+    expected: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """An abbreviation, which argparse would take, is refused before anything runs."""
     with pytest.raises(SystemExit) as ended:

@@ -102,7 +102,9 @@ def letters() -> Target:
 )
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_output_is_the_untouched_models_own(
-    name: str, sampling: Sampling, tiny_target: Target
+    name: str,
+    sampling: Sampling,
+    tiny_target: Target,
 ) -> None:
     """Whatever is drafted, in whatever tree, the output is plain decoding's."""
     prompt = tiny_target.chat(PROMPTS[0])
@@ -112,7 +114,14 @@ def test_output_is_the_untouched_models_own(
     if name in LAWFUL and sampling.temperature == 0:
         budgets = RANKED + DRAWN
     make = partial(drafter_of, name, tiny_target)
-    drafting.check_output(make, tiny_target, prompt, sampling, budgets=budgets, expected=expected)
+    drafting.check_output(
+        make,
+        tiny_target,
+        prompt,
+        sampling,
+        budgets=budgets,
+        expected=expected,
+    )
 
 
 @pytest.mark.slow
@@ -121,10 +130,18 @@ def test_output_is_the_untouched_models_own(
 @pytest.mark.parametrize("budget", drafting.LAW_BUDGETS, ids=["chain", "published"])
 @pytest.mark.parametrize("name", LAWFUL)
 def test_drawn_drafts_have_the_targets_law(
-    name: str, budget: Budget, sampling: Sampling, letters: Target
+    name: str,
+    budget: Budget,
+    sampling: Sampling,
+    letters: Target,
 ) -> None:
     """The first three tokens of 600 requests follow the law by which the untouched model chooses them."""
-    drafting.check_law(partial(drafter_of, name, letters), letters, sampling, budget)
+    drafting.check_law(
+        partial(drafter_of, name, letters),
+        letters,
+        sampling,
+        budget,
+    )
 
 
 @pytest.mark.parametrize("freedom", [1, 12])
@@ -160,11 +177,20 @@ def test_a_text_that_parts_is_drafted_for_as_two(name: str, tiny_target: Target)
     drafting.check_fork(partial(drafter_of, name, tiny_target), tiny_target, DYNAMIC[0])
 
 
-@pytest.mark.quick("none-T=1", "suffix-T=1", "eagle1-T=1", "hydra-T=1", "spire-T=1", "dflash-T=1")
+@pytest.mark.quick(
+    "none-T=1",
+    "suffix-T=1",
+    "eagle1-T=1",
+    "hydra-T=1",
+    "spire-T=1",
+    "dflash-T=1",
+)
 @pytest.mark.parametrize("sampling", [SAMPLINGS[0], SAMPLINGS[2]], ids=["greedy", "T=1"])
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_texts_side_by_side_are_as_each_alone(
-    name: str, sampling: Sampling, tiny_target: Target
+    name: str,
+    sampling: Sampling,
+    tiny_target: Target,
 ) -> None:
     """Cycle by cycle: a batch of three, and two streams on one drafter that are asked in turn."""
     # of three lengths, so that rows stand at other positions
@@ -186,7 +212,14 @@ def test_trees_are_rooted_and_within_budget(name: str, budget: Budget, tiny_targ
     drafting.check_tree(partial(drafter_of, name, tiny_target), tiny_target, budget)
 
 
-@pytest.mark.quick("eagle1", "medusa", "blockwise", "falcon", "early_exit_adapter", "mtp")
+@pytest.mark.quick(
+    "eagle1",
+    "medusa",
+    "blockwise",
+    "falcon",
+    "early_exit_adapter",
+    "mtp",
+)
 @pytest.mark.parametrize("name", TRAINED)
 def test_loss_falls_on_one_batch(name: str, tiny_target: Target, batch: Batch) -> None:
     """Thirty steps on one batch teach a head half of what the target says there."""
@@ -196,7 +229,9 @@ def test_loss_falls_on_one_batch(name: str, tiny_target: Target, batch: Batch) -
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TRAINED)
 def test_what_is_drafted_is_what_was_validated(
-    name: str, tiny_target: Target, answers: Batch
+    name: str,
+    tiny_target: Target,
+    answers: Batch,
 ) -> None:
     """Chains after every position of a text are accepted as far as validation says."""
     learning.check_drafted_as_validated(partial(new_head, name, tiny_target), tiny_target, answers)
@@ -216,7 +251,9 @@ def test_loss_depends_on_what_is_supervised(name: str, tiny_target: Target, batc
 
 @pytest.mark.parametrize("name", TRAINED)
 def test_what_follows_the_runs_progress_says_so(
-    name: str, tiny_target: Target, batch: Batch
+    name: str,
+    tiny_target: Target,
+    batch: Batch,
 ) -> None:
     """A step of a longer run is the same step, unless the head says otherwise."""
     learning.check_progress(partial(new_head, name, tiny_target), tiny_target, batch)
@@ -224,7 +261,10 @@ def test_what_follows_the_runs_progress_says_so(
 
 @pytest.mark.parametrize("name", TRAINED)
 def test_what_is_judged_adds_up(
-    name: str, tiny_target: Target, batch: Batch, examples: LiveFeatures
+    name: str,
+    tiny_target: Target,
+    batch: Batch,
+    examples: LiveFeatures,
 ) -> None:
     """Sums over two texts are those of each; the loss terms are those of training; nothing is random."""
 
@@ -237,17 +277,28 @@ def test_what_is_judged_adds_up(
 
 @pytest.mark.parametrize("name", TRAINED)
 def test_save_and_load_give_the_same_proposal(
-    name: str, tiny_target: Target, tmp_path: Path
+    name: str,
+    tiny_target: Target,
+    tmp_path: Path,
 ) -> None:
     """A head from disk drafts what it drafted before it was saved."""
     head = new_head(name, tiny_target)
-    shipping.check_saved(head, tiny_target, tiny_target.chat(PROMPTS[0]), tmp_path / "head")
+    shipping.check_saved(
+        head,
+        tiny_target,
+        tiny_target.chat(PROMPTS[0]),
+        tmp_path / "head",
+    )
 
 
 @pytest.mark.parametrize("engine", EXPORTERS)
 @pytest.mark.parametrize("name", TRAINED)
 def test_exports_hold_every_tensor_of_the_head(
-    name: str, engine: str, tiny_target: Target, tiny_target_dir: Path, tmp_path: Path
+    name: str,
+    engine: str,
+    tiny_target: Target,
+    tiny_target_dir: Path,
+    tmp_path: Path,
 ) -> None:
     """An engine's layout holds all that was learned, or the exporter says why it cannot."""
     shipping.check_export(

@@ -85,7 +85,9 @@ def content(tmp_path: Path) -> bytes:
 
 
 def test_a_model_is_fetched_once(
-    index: Path, content: bytes, capfd: pytest.CaptureFixture[str]
+    index: Path,
+    content: bytes,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     """A line says what is downloaded, how large, and under which licence; nothing of the package is installed."""
     write_wheel(index, {MEMBER: content, "eagle_test_model/__init__.py": b"raise SystemExit"})
@@ -134,7 +136,9 @@ def test_a_package_without_the_file_is_refused(index: Path, content: bytes) -> N
 
 
 def test_code_of_a_source_distribution_is_not_run(
-    index: Path, content: bytes, tmp_path: Path
+    index: Path,
+    content: bytes,
+    tmp_path: Path,
 ) -> None:
     """Pip runs setup.py of one, so only wheels are taken."""
     setup = f"open({str(tmp_path / 'ran')!r}, 'w')".encode()
@@ -160,7 +164,9 @@ def test_a_package_that_cannot_be_had_is_named(index: Path, content: bytes) -> N
 
 @pytest.fixture
 def shipped(
-    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    index: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> tuple[PackagedModel, Path]:
     """A small model in a package, and an untrained head of it where the shipped one is looked for."""
     file = write_gguf(tmp_path / "small.gguf", seed=1)
@@ -189,7 +195,9 @@ def test_without_the_package_the_tiny_demo_runs(
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [[], ["--tiny"]])
 def test_the_program_begins_with_the_tiny_model(
-    options: list[str], index: Path, tmp_path: Path
+    options: list[str],
+    index: Path,
+    tmp_path: Path,
 ) -> None:
     """Where no package is to be had, and where it is asked to: nothing is downloaded then."""
     work = tmp_path / "work"
@@ -313,7 +321,12 @@ def test_a_conversation_without_arguments_is_with_the_shipped_head(
     assert "Small with the head that comes with eagle" in printed.err
 
     target = Target.load(fetch_model(model), dtype=torch.float64)
-    expected = generate(target, load_drafter("none", target), "Hello", max_new_tokens=8)
+    expected = generate(
+        target,
+        load_drafter("none", target),
+        "Hello",
+        max_new_tokens=8,
+    )
     assert printed.out.endswith(f"{expected.text}\n")
     assert f"{len(expected.tokens)} tokens, " in printed.err
 

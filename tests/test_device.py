@@ -46,7 +46,10 @@ class Work:
     ],
 )
 def test_the_fastest_number_of_threads_is_chosen(
-    most: int, seconds: Callable[[int], float], expected: int, capsys: pytest.CaptureFixture[str]
+    most: int,
+    seconds: Callable[[int], float],
+    expected: int,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Of work whose time is known for each number; no more threads than torch had; a line tells of it."""
     torch.set_num_threads(most)
@@ -92,7 +95,12 @@ def test_measurements_keep_their_threads_and_learn_of_faster_ones() -> None:
     busy = {"beside": True}
     work = Work(lambda count: 0.01 * count if busy["beside"] else 0.01 / count)
     load = {"now": 2.0}
-    threads = ThreadsOfLongWork(work.forward, work.clock, lambda: load["now"], most=2)
+    threads = ThreadsOfLongWork(
+        work.forward,
+        work.clock,
+        lambda: load["now"],
+        most=2,
+    )
     # the other job ends, which nobody is told
     busy["beside"] = False
     assert threads.faster() is None  # within the minute

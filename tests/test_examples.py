@@ -38,7 +38,9 @@ def kinds(notebook: Any) -> list[set[str]]:
 
 @pytest.fixture(scope="module")
 def checkout(
-    tiny_target_dir: Path, tiny_target: Target, tmp_path_factory: pytest.TempPathFactory
+    tiny_target_dir: Path,
+    tiny_target: Target,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
     """A folder with a small target and an untrained head where the demo leaves its own."""
     folder = tmp_path_factory.mktemp("checkout")

@@ -47,7 +47,13 @@ def test_the_first_commands_run_in_a_clean_clone(line: str, last: str, clone: Pa
     environment["PYTHON"] = os.path.realpath(sys.executable)
     # the demo without a download
     environment["DEMO"] = "--tiny"
-    done = subprocess.run(line.split(), cwd=clone, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        line.split(),
+        cwd=clone,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, f"{done.stdout[-4000:]}{done.stderr[-4000:]}"
     assert last in done.stdout
     assert "Traceback" not in done.stdout + done.stderr

@@ -127,7 +127,9 @@ def check_page(page: Path, folder: Path) -> None:
 
 @pytest.mark.parametrize("page", [*GUIDES, *PAGES], ids=lambda page: page.name)
 def test_commands_of_a_guide_are_accepted_by_their_programs(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    page: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Every command is parsed by its program, every recipe loads with its overrides, and Python blocks compile."""
     monkeypatch.chdir(tmp_path)  # where the reader's own files lie
@@ -147,7 +149,10 @@ def test_commands_of_a_guide_are_accepted_by_their_programs(
     ids=lambda page: page.name,
 )
 def test_a_guide_runs_from_its_first_command_to_its_last(
-    page: Path, tiny_target_dir: Path, tiny_target: Target, tmp_path: Path
+    page: Path,
+    tiny_target_dir: Path,
+    tiny_target: Target,
+    tmp_path: Path,
 ) -> None:
     """Every command that needs no GPU, no server and no network runs, on the tiny model and less data."""
     make_checkout(tmp_path, tiny_target_dir, tiny_target)
@@ -222,10 +227,21 @@ def give_the_readers_files(folder: Path, target: Target) -> None:
     (mine / "seeing-prompts.jsonl").write_text("".join(lines[6:]))
     # a head in the layout of another tool
     settings = Eagle3.Settings(draft_vocab=256)
-    head = Eagle3.for_target(settings, target.config, target.head, [torch.arange(256)])
+    head = Eagle3.for_target(
+        settings,
+        target.config,
+        target.head,
+        [torch.arange(256)],
+    )
     save_head(folder / "made", head, "", {})
     head.bind(target.head)
-    export(head, target.config, "vllm", mine / "published-head", head=folder / "made")
+    export(
+        head,
+        target.config,
+        "vllm",
+        mine / "published-head",
+        head=folder / "made",
+    )
 
 
 def seeing_record(index: int) -> dict[str, Any]:
@@ -234,7 +250,11 @@ def seeing_record(index: int) -> dict[str, Any]:
         {"from": "human", "value": "<image>\nWhat do you see?"},
         {"from": "gpt", "value": "A colour."},
     ]
-    return {"id": str(index), "image": f"{index}.png", "conversations": turns}
+    return {
+        "id": str(index),
+        "image": f"{index}.png",
+        "conversations": turns,
+    }
 
 
 def read_recipe(name: str, folder: Path) -> str:

@@ -17,7 +17,12 @@ def test_import_loads_no_heavy_package() -> None:
     """Not even with every public name."""
     # in a process of its own, as this one has imported everything
     use = f"import sys, eagle; [getattr(eagle, n) for n in eagle.__all__]; print({{*sys.modules}} & {HEAVY})"
-    done = subprocess.run([sys.executable, "-c", use], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", use],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert done.stdout == "set()\n"
 
 

@@ -91,7 +91,13 @@ def run_without(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
 
     def run(code: str, *arguments: Any) -> Any:
         words = [python, "-c", code, *map(str, arguments)]
-        return subprocess.run(words, env=inside, cwd=ROOT, capture_output=True, text=True)
+        return subprocess.run(
+            words,
+            env=inside,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+        )
 
     return run
 
@@ -125,16 +131,25 @@ def test_they_are_installed_here() -> None:
 
 @pytest.mark.slow
 def test_all_else_works_without_them(
-    run_without: Callable[..., Any], words: list[str], tmp_path: Path
+    run_without: Callable[..., Any],
+    words: list[str],
+    tmp_path: Path,
 ) -> None:
     """Extraction, training, measuring, exporting and decoding; no answer depends on its drafter."""
-    ended = run_without(WORKS, tmp_path / "run", words[1].removeprefix("target.path="), *words)
+    ended = run_without(
+        WORKS,
+        tmp_path / "run",
+        words[1].removeprefix("target.path="),
+        *words,
+    )
     assert ended.returncode == 0 and "all of it works" in ended.stdout, ended.stdout + ended.stderr
 
 
 @pytest.mark.slow
 def test_what_needs_one_names_it(
-    run_without: Callable[..., Any], words: list[str], tmp_path: Path
+    run_without: Callable[..., Any],
+    words: list[str],
+    tmp_path: Path,
 ) -> None:
     """In one sentence, with what to install, and without a traceback."""
     # the magic bytes are enough for a table

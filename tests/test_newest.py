@@ -101,7 +101,9 @@ def test_lower_bounds_are_pinned() -> None:
 
 @pytest.mark.parametrize("versions", ["oldest", "newest"])
 def test_an_environment_gets_its_versions(
-    versions: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    versions: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The oldest are pinned in each installation, and no set of them is written down."""
     # the commands that would install packages and run the suite

@@ -30,7 +30,11 @@ TIMES = {"seconds", "cpu_seconds"}
 def start_nodes(words: list[str]) -> list[subprocess.Popen[bytes]]:
     """Start the same command on both nodes, each with a launcher of its own."""
     launcher = f"--config_file two_machines --processes 4 --main_process_ip 127.0.0.1 --main_process_port {free_port()}"
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    env = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
     command = [sys.executable, "-m", "eagle", *words, *launcher.split(), "--machine_rank"]
     return [
         subprocess.Popen([*command, str(rank)], env=env, cwd=ROOT, start_new_session=True)

@@ -103,7 +103,13 @@ def write_results(path: Path) -> None:
     """Write two answers of a drafter with a name that is markup, and of `none`."""
     lines: list[dict[str, object]] = [{"run": {"id": "1"}}]
     # 20 cycles of one token, and 8 of two
-    asked = {"set": "s", "turn": 0, "seed": 0, "temperature": 0.0, "run": "1"}
+    asked = {
+        "set": "s",
+        "turn": 0,
+        "seed": 0,
+        "temperature": 0.0,
+        "run": "1",
+    }
     cycle = {"nodes": 1, "depth": 1, "accepted": 1, "context": 9}
     for prompt in ("a", "b"):
         for drafter, seconds, count in (("none", 2.0, 20), ("<b>head</b>", 1.0, 8)):
@@ -146,8 +152,18 @@ def test_a_feature_store_is_a_table(tmp_path: Path) -> None:
     for tokens, mask in (([1, 2, 3], [False, True, True]), ([4, 5], [False, True])):
         features = torch.zeros(len(tokens), 2, 4)
         examples.append(Example(torch.tensor(tokens), torch.tensor(mask), features))
-    identity = {"target": {"path": "my/<model>"}, "taps": [1, 3], "dtype": "float32"}
-    store = FeatureStore.create(tmp_path, examples, identity, [[[0]], [[1]]], width=4)
+    identity = {
+        "target": {"path": "my/<model>"},
+        "taps": [1, 3],
+        "dtype": "float32",
+    }
+    store = FeatureStore.create(
+        tmp_path,
+        examples,
+        identity,
+        [[[0]], [[1]]],
+        width=4,
+    )
     rows = dict(Shown(store._repr_html_()).rows)
     assert rows["target"] == "my/<model>"
     assert rows["features"] == "2 layers (1, 3) × 4, float32"

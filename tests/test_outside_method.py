@@ -27,7 +27,13 @@ def test_a_method_outside_goes_the_road_of_a_method_inside(
         # the package from this checkout, the method from the folder
         env = {**os.environ, "PYTHONPATH": str(ROOT)}
         command = [sys.executable, "-m", "eagle", *shlex.split(line)]
-        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+        done = subprocess.run(
+            command,
+            cwd=tmp_path,
+            env=env,
+            capture_output=True,
+            text=True,
+        )
         return done.returncode, done.stdout + done.stderr
 
     go_the_road(run, tmp_path)

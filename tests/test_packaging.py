@@ -120,7 +120,9 @@ def test_a_recipe_is_copied_once(tmp_path: Path, capsys: pytest.CaptureFixture[s
     ],
 )
 def test_the_launcher_gets_its_options_and_the_stage_the_rest(
-    line: str, options: list[str], rest: str
+    line: str,
+    options: list[str],
+    rest: str,
 ) -> None:
     """Several processes start with the shipped settings of DDP; without options nothing is added."""
     if options:
@@ -204,7 +206,13 @@ def run_clean(command: list[Any], folder: Path) -> subprocess.CompletedProcess[s
     """Run a command without the variables by which Python would find this checkout."""
     env = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
     env["OMP_NUM_THREADS"] = "1"
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+    )
 
 
 @pytest.mark.slow

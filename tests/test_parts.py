@@ -55,6 +55,16 @@ SMALL: dict[str, dict[str, Any]] = {
     "peagle": {"blocks": 1, "depths": 4},
     "dflash": {"blocks": 1, "slots": 4, "anchors": 6},
     "dflash2": {"blocks": 1, "slots": 4, "anchors": 6, "selector_rank": 4, "selector_top_k": 6},
+    # half of the tokens are candidates
+    "lilicorr": {
+        "blocks": 1,
+        "slots": 4,
+        "anchors": 6,
+        "candidate_topk": 20,
+        "hidden_size": 8,
+        "num_heads": 2,
+        "factor_dim": 6,
+    },
     "dspark": {"blocks": 1, "slots": 4, "anchors": 6, "rank": 4},
     "xpress": {"blocks": 1, "slots": 4, "anchors": 6, "rank": 4},
     "spire": {"blocks": 1, "stride": 2, "steps": 3},
@@ -79,6 +89,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("dflash", {"loss": "tokens", "d_pace": True}),
     ("dflash", {"loss": "tokens", "d_pace": True, "divisor": "reached"}),
     ("dflash2", {"loss": "tokens", "d_pace": True}),
+    ("lilicorr", {"d_pace": True, "w_margin": 0.1}),
     ("dspark", {"markov": "rnn"}),
     ("dspark", {"markov": "domino", "gru_size": 4}),
     ("dspark", {"confidence": False, "sample_from_anchor": False}),
@@ -175,7 +186,11 @@ class _AllCounted(Exception):
 
 
 def learn(
-    head: Any, target_head: TargetHead, processes: int, accumulation: int, sampled: bool = False
+    head: Any,
+    target_head: TargetHead,
+    processes: int,
+    accumulation: int,
+    sampled: bool = False,
 ) -> dict[str, Tensor]:
     """Return what a step's losses and gradients add up to, split as the training loop splits it.
 
@@ -230,7 +245,10 @@ def learn(
 
 
 def difference(
-    name: str, settings: dict[str, Any], splits: list[tuple[int, int]], sampled: bool = False
+    name: str,
+    settings: dict[str, Any],
+    splits: list[tuple[int, int]],
+    sampled: bool = False,
 ) -> float:
     """Return how far split steps are from a whole one: the worst loss or gradient, relative to its norm.
 
@@ -314,6 +332,7 @@ FAULTS: list[tuple[Any, str, dict[str, Any]]] = [
     (own_divisors, "dflash", {}),
     (own_divisors, "medusa", {"divisor": "levels"}),
     (own_counts, "dflash", {"loss": "tokens", "d_pace": True}),
+    (own_counts, "lilicorr", {}),
     (mean_over_parts, "eagle1", {}),
     (draws_by_place, "eagle1", {}),
     (draws_by_place, "peagle", {}),
@@ -326,7 +345,10 @@ FAULTS: list[tuple[Any, str, dict[str, Any]]] = [
     ("fault", "name", "settings"), FAULTS, ids=lambda value: getattr(value, "__name__", str(value))
 )
 def test_a_step_that_knows_its_parts_is_seen(
-    fault: Any, name: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    fault: Any,
+    name: str,
+    settings: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Planted faults: other divisors, weights and random numbers."""
     # one split over three processes is enough to tell

@@ -34,7 +34,9 @@ def is_short(line: str) -> bool:
 
 @pytest.fixture(scope="module")
 def made(
-    tiny_target_dir: Path, tiny_target: Target, tmp_path_factory: pytest.TempPathFactory
+    tiny_target_dir: Path,
+    tiny_target: Target,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
     """A working directory in which `eagle demo --tiny` seems to have run."""
     folder = tmp_path_factory.mktemp("made")

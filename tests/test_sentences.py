@@ -58,7 +58,10 @@ FAULTS: list[tuple[Callable[[Path], Any], str]] = [
 
 @pytest.mark.parametrize(("fail", "sentence"), FAULTS, ids=[sentence for _, sentence in FAULTS])
 def test_a_fault_of_the_input_is_a_sentence(
-    fail: Callable[[Path], Any], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fail: Callable[[Path], Any],
+    sentence: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With the file, and what to do."""
     (tmp_path / "config.json").write_text("{")
@@ -89,7 +92,10 @@ def test_a_bug_keeps_its_traceback(fail: Callable[[list[str]], Any]) -> None:
     ("code", "status", "printed"), [(3, 3, ""), ("no data", 1, "error: no data\n")]
 )
 def test_a_status_is_kept_and_a_text_gets_the_prefix(
-    code: int | str, status: int, printed: str, capsys: pytest.CaptureFixture[str]
+    code: int | str,
+    status: int,
+    printed: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Where a command ends by itself."""
     with pytest.raises(SystemExit) as ended:
@@ -164,7 +170,13 @@ def test_a_line_of_progress_tells_rate_and_time_left(seconds: int, done: int, li
 def test_work_that_goes_on_is_not_counted_again() -> None:
     """The rate is that of this run; no share is given of work whose length nobody knows."""
     clock = iter([0.0, 10.0])
-    lines = ProgressLines("measure", "answers", None, 1000, clock=lambda: next(clock))
+    lines = ProgressLines(
+        "measure",
+        "answers",
+        None,
+        1000,
+        clock=lambda: next(clock),
+    )
     lines.done += 25
     assert lines.describe() == "measure: 1,025 answers, 2.5 answers/s, 0:00:10 elapsed"
 

@@ -79,7 +79,9 @@ Outcomes = dict[str, list[tuple[int, str]]]
 
 @pytest.fixture(scope="module")
 def commands(
-    tiny_target_dir: Path, tiny_target: Target, tmp_path_factory: pytest.TempPathFactory
+    tiny_target_dir: Path,
+    tiny_target: Target,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, list[str]]:
     """The commands on the suite's target with tiny inputs."""
     out = tmp_path_factory.mktemp("at_once")
@@ -147,7 +149,9 @@ def check_file(path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
 def test_two_runs_at_once_leave_a_whole_result(
-    name: str, commands: dict[str, list[str]], outcomes: Outcomes
+    name: str,
+    commands: dict[str, list[str]],
+    outcomes: Outcomes,
 ) -> None:
     """A run that is refused is told which folder another writes; all files are whole, and no others are left."""
     folder = find_output(commands[name], name)
@@ -166,7 +170,9 @@ def test_two_runs_at_once_leave_a_whole_result(
 
 @pytest.mark.slow
 def test_two_extractions_at_once_store_the_targets_states(
-    commands: dict[str, list[str]], outcomes: Outcomes, tiny_target: Target
+    commands: dict[str, list[str]],
+    outcomes: Outcomes,
+    tiny_target: Target,
 ) -> None:
     """Compared with the untouched model's hidden states, at the positions that a head reads."""
     extract([*commands["extract"][1:], "--verify"])

@@ -65,7 +65,10 @@ def test_cuda_sees_a_planted_wait(target: Target, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", HEADS)
 def test_a_training_step_does_not_wait(
-    name: str, dtype: str, target: Target, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    dtype: str,
+    target: Target,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Between logs, and once attention is compiled; the losses are the CPU's."""
     train(HEADS[name], target, dtype=dtype)  # compiles attention
@@ -109,7 +112,9 @@ def test_a_cycle_waits_at_named_places(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_extraction_copies_while_it_computes(
-    dtype: str, target: Target, monkeypatch: pytest.MonkeyPatch
+    dtype: str,
+    target: Target,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The only waits are in transformers, one in a forward; what is written is the CPU's."""
     with monkeypatch.context() as patch:

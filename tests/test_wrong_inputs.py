@@ -98,8 +98,16 @@ def empty(folder: Path) -> None:
 
 
 # what is wrong with the folder of a target or of a head: their configs have no key in common
-WRONG_TYPES = {"hidden_size": "wide", "kind": "eagle1", "shape": {"hidden_size": "wide"}}
-OTHER_KIND = {"model_type": "none", "kind": "none", "settings": {"kind": "none"}}
+WRONG_TYPES = {
+    "hidden_size": "wide",
+    "kind": "eagle1",
+    "shape": {"hidden_size": "wide"},
+}
+OTHER_KIND = {
+    "model_type": "none",
+    "kind": "none",
+    "settings": {"kind": "none"},
+}
 MODELS: dict[str, Callable[[Path], Any]] = {
     "weights that are cut off": lambda folder: cut(folder / "model.safetensors"),
     "a config that is cut off": lambda folder: cut(folder / "config.json"),

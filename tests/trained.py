@@ -73,7 +73,11 @@ def weights(out: Path, name: str = "last") -> dict[str, Tensor]:
 def apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     """Return the largest difference of any weight."""
     assert one.keys() == other.keys()
-    return max(float((one[name].double() - other[name].double()).abs().max()) for name in one)
+    differences = []
+    for name, tensor in one.items():
+        difference = tensor.double() - other[name].double()
+        differences.append(float(difference.abs().max()))
+    return max(differences)
 
 
 def equal(one: Path, other: Path, name: str = "last") -> bool:
@@ -125,7 +129,10 @@ def launched(config: str, *arguments: str, processes: int = 2) -> list[str]:
 
 
 def finished(
-    command: Sequence[str], *, seconds: int = 150, **env: str
+    command: Sequence[str],
+    *,
+    seconds: int = 150,
+    **env: str,
 ) -> subprocess.CompletedProcess[str]:
     """Return a command that has ended, with all that it printed; its whole group is killed where it hangs.
 
@@ -138,7 +145,11 @@ def finished(
     """
     given = {**os.environ, "OMP_NUM_THREADS": "1", **env}
     # a session of its own, so that all its processes can be killed together
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    pipes: dict[str, Any] = {
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.STDOUT,
+        "text": True,
+    }
     with subprocess.Popen(command, env=given, cwd=ROOT, start_new_session=True, **pipes) as started:
         try:
             said, _ = started.communicate(timeout=BUSY * seconds)

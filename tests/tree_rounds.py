@@ -41,7 +41,10 @@ def read_plainly(model: Any, tokens: Sequence[int]) -> Tensor:
 
 
 def read_prompts(
-    reader: TreeReader, cache: Any, prompts: Sequence[Sequence[int]], chunks: int
+    reader: TreeReader,
+    cache: Any,
+    prompts: Sequence[Sequence[int]],
+    chunks: int,
 ) -> None:
     """Read the prompts into a cache in one batch, in so many chunks."""
     rows = list(range(len(prompts)))
@@ -84,7 +87,10 @@ def read_trees(reader: TreeReader, cache: Any, nodes: Sequence[Sequence[int]]) -
 
 @torch.no_grad()
 def worst_difference(
-    model: Any, reader: TreeReader, lengths: Sequence[int] = (21,), pieces: int = 1
+    model: Any,
+    reader: TreeReader,
+    lengths: Sequence[int] = (21,),
+    pieces: int = 1,
 ) -> float:
     """Return the largest relative difference of a path's states from a plain forward, over three rounds.
 

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,10 +36,14 @@ SHAPE = LlamaConfig(
 NARROW = LlamaConfig(**{**SHAPE.to_dict(), "head_dim": 12})
 TAPS = (2, 4, 5, -1)
 # answers of many tokens, of one, at the end of a text, and none that a drafter could write
-SPANS = {17: [(3, 5), (6, 7), (8, 17)], 9: [(2, 4), (8, 9)], 8: [(0, 1)], 12: [(2, 12)]}
-# one text with a gap that no draft bridges, and its first anchor
+SPANS = {
+    17: [(3, 5), (6, 7), (8, 17)],
+    9: [(2, 4), (8, 9)],
+    8: [(0, 1)],
+    12: [(2, 12)],
+}
+# one text with a gap that no draft bridges
 ONE = {30: [(6, 20), (29, 30)]}
-ONE_FIRST = 4
 # one run of more rows than attention reads at once
 LONG = {310: [(5, 8), (30, 175), (306, 310)], 12: [(4, 12)]}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -83,7 +87,11 @@ Weights = dict[str, Tensor]
 
 
 def causal_states(
-    head: Any, tokens: Tensor, hidden: Tensor, start: int, target_head: TargetHead
+    head: Any,
+    tokens: Tensor,
+    hidden: Tensor,
+    start: int,
+    target_head: TargetHead,
 ) -> Tensor:
     """Return [B, T, H], the states of one causal pass without a cache over slots that begin at position `start`.
 
@@ -118,6 +126,12 @@ def texts_of(spans: dict[int, list[tuple[int, int]]], dtype: torch.dtype) -> lis
         tokens = (torch.rand(length, generator=generator) ** 3 * SHAPE.vocab_size).long()
         examples.append(Example(tokens, mask, features))
     return examples
+
+
+def split_texts(batch: Batch, tap: int = 0) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield the tokens [T], the states [T, H] of one tap and the loss mask [T] of each text of a batch."""
+    columns = (batch.tokens, batch.features[:, tap], batch.loss_mask)
+    return zip(*(column.split(batch.lengths) for column in columns), strict=True)
 
 
 def frozen_head(dtype: torch.dtype) -> TargetHead:
@@ -217,7 +231,10 @@ def apart(head: Any, own: Weights, true: Weights) -> float:
     if not getattr(head.settings, "train_lm_head", True):
         true = {name: value for name, value in true.items() if name != "lm_head.weight"}
     assert own.keys() == true.keys()
-    errors = [(own[name] - value).abs().max() / value.abs().max() for name, value in true.items()]
+    errors = []
+    for name, value in true.items():
+        error = (own[name] - value).abs().max()
+        errors.append(error / value.abs().max())
     # the maximum is not a number where one of them is not
     return float(torch.stack(errors).max())
 

@@ -28,7 +28,11 @@ TEXT = {
     "head_dim": 8,
     "max_position_embeddings": 256,
 }
-ROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10_000.0}
+ROPE = {
+    "rope_type": "default",
+    "mrope_section": [1, 1, 2],
+    "rope_theta": 10_000.0,
+}
 VISION = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -152,7 +156,10 @@ def build(name: str) -> PreTrainedModel:
 
 
 def picture(
-    name: str, model: PreTrainedModel, count: int, seed: int
+    name: str,
+    model: PreTrainedModel,
+    count: int,
+    seed: int,
 ) -> tuple[dict[str, Tensor], list[int]]:
     """Return so many random images as the family's processor gives them, and how many tokens stand for each.
 
@@ -215,4 +222,8 @@ def ask(name: str, model: PreTrainedModel, count: int, seed: int) -> dict[str, A
     ids = torch.tensor([tokens])
     if count and name in TYPES:
         media[TYPES[name]] = (ids == IMAGE).long()
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **media}
+    return {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        **media,
+    }

@@ -6,6 +6,7 @@ from eagle.core.drafter import TrainableDrafter
 from eagle.drafters.blocks.dflash import DFlash
 from eagle.drafters.blocks.dflash2 import DFlash2
 from eagle.drafters.blocks.dspark import DSpark
+from eagle.drafters.blocks.lilicorr import LiLiCorr
 from eagle.drafters.blocks.peagle import Peagle
 from eagle.drafters.blocks.xpress import XPress
 from eagle.drafters.draft_model import DraftModel
@@ -56,6 +57,7 @@ DRAFTERS = Methods(
         "spire": Spire,
         "dflash": DFlash,
         "dflash2": DFlash2,
+        "lilicorr": LiLiCorr,
         "peagle": Peagle,
         "mtp": Mtp,
         "dspark": DSpark,

@@ -218,8 +218,9 @@ class TextPieces:
         first = max(0, start - LOOKBEHIND)
         while start > first and tokens[start - 1] not in self.special.values():
             start -= 1
-        known = self.read(tokens[start:])
-        whole = b"".join([*known, text]).decode(errors="ignore")
+        # pieces of special tokens are their names, and there are none here
+        known = [piece for piece in self.read(tokens[start:]) if isinstance(piece, bytes)]
+        whole = (b"".join(known) + text).decode(errors="ignore")
         encoded = self.tokenizer.encode(whole, add_special_tokens=False)
         # Boundaries are compared by the bytes that follow them: what precedes may differ, as SentencePiece puts a space
         # before the first word.

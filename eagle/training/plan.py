@@ -410,6 +410,6 @@ class Dealer:
         """
         # only a forward tells
         if self.head.counts_by_forward:
-            return count_divisor(batch).double().cpu().reshape(1)
+            return count_divisor(batch).double().cpu().reshape(-1)
         divisors = self.head.divisors(batch.masks, batch.seeds) or (batch.slots,)
         return torch.tensor(divisors, dtype=torch.float64)

@@ -97,7 +97,9 @@ def make_processors(
     ],
 )
 def test_probabilities_are_those_of_transformers(
-    model: LlamaForCausalLM, filters: dict[str, Any], dtype: torch.dtype
+    model: LlamaForCausalLM,
+    filters: dict[str, Any],
+    dtype: torch.dtype,
 ) -> None:
     """Every combination of filters, at every node of a tree, whose path counts as text."""
     # the processors and filters are built from one dict, in the way of each library

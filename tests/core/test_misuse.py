@@ -62,7 +62,10 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("options", "message"), OPTIONS)
 @pytest.mark.parametrize("call", [generate, stream])
 def test_wrong_options_are_refused(
-    call: Callable[..., Any], options: dict[str, Any], message: str, target: Target
+    call: Callable[..., Any],
+    options: dict[str, Any],
+    message: str,
+    target: Target,
 ) -> None:
     """At the call, and also by `stream` before the first token."""
     with pytest.raises(ValueError, match=message):
@@ -119,7 +122,10 @@ PROMPTS: list[tuple[Any, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("prompt", "options", "message"), PROMPTS)
 def test_wrong_prompts_are_refused(
-    prompt: Any, options: dict[str, Any], message: str, target: Target
+    prompt: Any,
+    options: dict[str, Any],
+    message: str,
+    target: Target,
 ) -> None:
     """And lists of options that do not fit the prompts."""
     with pytest.raises(ValueError, match=message):
@@ -183,7 +189,9 @@ CALLS: list[tuple[Callable[[Target], Any], str]] = [
 
 @pytest.mark.parametrize(("call", "message"), CALLS)
 def test_wrong_calls_are_refused(
-    call: Callable[[Target], Any], message: str, target: Target
+    call: Callable[[Target], Any],
+    message: str,
+    target: Target,
 ) -> None:
     """The sentence names the call that was meant."""
     with pytest.raises(ValueError, match=message):
@@ -275,7 +283,13 @@ def test_a_seed_may_be_numpys(
     # numpy's numbers overflow where Python's grow
     def answer(seed: Any) -> list[int]:
         sampling = Sampling(1.0, seed=seed, request=seed)
-        return generate(target, NoDrafter(), PROMPT, sampling=sampling, max_new_tokens=8).tokens
+        return generate(
+            target,
+            NoDrafter(),
+            PROMPT,
+            sampling=sampling,
+            max_new_tokens=8,
+        ).tokens
 
     assert answer(kind(3)) == answer(3)
 

@@ -364,7 +364,10 @@ def test_the_best_tree_is_sequoias(
     ],
 )
 def test_ties_go_to_shallow_nodes_and_low_ranks(
-    rates: Rates, nodes: int, depth: int, expected: tuple[Path, ...]
+    rates: Rates,
+    nodes: int,
+    depth: int,
+    expected: tuple[Path, ...],
 ) -> None:
     """What is never chosen is left out."""
     assert best_tree(rates, nodes, depth) == expected

@@ -70,14 +70,23 @@ WIDE_TREE: Shape = ((2, 2), 4, 8)
 
 
 def random_laws(
-    seed: int, vocab_size: int, depth: int, dtype: torch.dtype = torch.float64
+    seed: int,
+    vocab_size: int,
+    depth: int,
+    dtype: torch.dtype = torch.float64,
 ) -> tuple[Laws, Laws]:
     """Return distributions of a target and a draft: flat or peaked, filtered or not, sometimes equal."""
     dice = random.Random(seed)
     lengths = max(depth + 1, 4)
     target_scale = dice.choice((1.0, 2.0, 6.0))
     draft_scale = dice.choice((1.0, 4.0))
-    target_logits = random_logits(seed, vocab_size, lengths, dtype, scale=target_scale)
+    target_logits = random_logits(
+        seed,
+        vocab_size,
+        lengths,
+        dtype,
+        scale=target_scale,
+    )
     draft_logits = random_logits(
         seed + 10_000,
         vocab_size,
@@ -260,7 +269,9 @@ def test_siblings_of_zero_probability_are_not_accepted(third: float) -> None:
     ids=["less", "less then more"],
 )
 def test_differences_by_rounding_do_no_harm(
-    rule: Rule, branching: list[int], limits: tuple[float, ...]
+    rule: Rule,
+    branching: list[int],
+    limits: tuple[float, ...],
 ) -> None:
     """Where a draft differs from the target in its last bit, nothing at all may remain after a rejection."""
     for seed in range(4):
@@ -375,7 +386,12 @@ def read(tree: DraftTree, logits: Laws) -> TargetOutput:
 
 
 def verify_by(
-    logits: Laws, sampling: Sampling, tree: DraftTree, _: Probs, coin: Coin, pick: Pick
+    logits: Laws,
+    sampling: Sampling,
+    tree: DraftTree,
+    _: Probs,
+    coin: Coin,
+    pick: Pick,
 ) -> tuple[list[int], int]:
     """Verify by the public function, with coins and picks that an enumeration decides."""
     choose = Choose(sampling)

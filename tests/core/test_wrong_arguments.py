@@ -210,7 +210,10 @@ def test_settings(make: Callable[..., Any]) -> None:
     ids=lambda value: f"{value!r:.12}",
 )
 def test_targets_and_drafters(
-    value: Any, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    value: Any,
+    target: Target,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What is loaded, and what it is loaded from."""
     # a name of no model is looked up on the hub, with retries

@@ -142,7 +142,13 @@ def test_every_process_gets_shards(processes: int, shards: int) -> None:
     target = Target(build("llama"))
     sizes = SequenceSizes.of((torch.ones(10, dtype=torch.bool), 0) for _ in range(48))
     section = Recipe.load(RECIPE).features
-    plan = plan_extraction(sizes, target, parts_of({"taps": [-1]}), section, processes)
+    plan = plan_extraction(
+        sizes,
+        target,
+        parts_of({"taps": [-1]}),
+        section,
+        processes,
+    )
     assert len(plan) == shards
 
 
@@ -206,7 +212,11 @@ def with_target(recipe: Recipe, **changes: Any) -> Recipe:
     ],
 )
 def test_identity_holds_every_file_that_decides_the_features(
-    recipe: Recipe, tmp_path: Path, file: str, section: str, key: str | None
+    recipe: Recipe,
+    tmp_path: Path,
+    file: str,
+    section: str,
+    key: str | None,
 ) -> None:
     """Each file changes its own entry."""
     before = identity(recipe, ROLES)[section]

@@ -86,7 +86,9 @@ def new_head(name: str, target: Target) -> Any:
 
 
 def write_with_drafts(
-    head: Any, target: Target, policy: OnPolicySection = POLICY
+    head: Any,
+    target: Target,
+    policy: OnPolicySection = POLICY,
 ) -> tuple[OwnDrafts, Batch]:
     """Return sequences that the target has written with the head's drafts, as they are read in one step."""
     torch.manual_seed(1)
@@ -241,7 +243,9 @@ def losses_naively(
 @pytest.mark.quick("blockwise")
 @pytest.mark.parametrize("name", REPLAYED)
 def test_the_loss_is_that_of_each_draft_alone(
-    name: str, target: Target, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    target: Target,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Value and gradients hold for every method; the planted fault reads the sequence in place of the draft."""
     head = new_head(name, target)
@@ -328,7 +332,10 @@ def test_a_run_that_was_stopped_comes_to_the_same_bits(command: list[str], tmp_p
 @pytest.mark.quick("eagle1")
 @pytest.mark.parametrize("kind", ["eagle1", "medusa"])
 def test_gradients_of_a_split_step_are_those_of_the_step(
-    kind: str, command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    command: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One batch or three: the same head up to rounding, whether a loss divides by slots or by what it counts.
 
@@ -367,7 +374,10 @@ def test_gradients_of_a_split_step_are_those_of_the_step(
     ],
 )
 def test_what_cannot_be_is_refused(
-    overrides: str, keyword: str, command: list[str], tmp_path: Path
+    overrides: str,
+    keyword: str,
+    command: list[str],
+    tmp_path: Path,
 ) -> None:
     """It is refused before a step is made."""
     with pytest.raises(ValueError, match=keyword):

@@ -63,7 +63,11 @@ def make_gpt2() -> Any:
 
 @torch.no_grad()
 def sample_alone(
-    model: Any, prompt: Tensor, limit: int, noise: Noise, stops: tuple[int, ...] = ()
+    model: Any,
+    prompt: Tensor,
+    limit: int,
+    noise: Noise,
+    stops: tuple[int, ...] = (),
 ) -> Tensor:
     """Sample an answer without cache, padding or batch: every token is read again."""
     tokens = prompt

@@ -223,7 +223,10 @@ def test_a_prefix_is_read_once() -> None:
     ],
 )
 def test_a_shared_store_reads_like_one_that_shares_nothing(
-    dtype: str, error: float, target: Target, tmp_path: Path
+    dtype: str,
+    error: float,
+    target: Target,
+    tmp_path: Path,
 ) -> None:
     """It has fewer bytes, in the same order."""
     examples = make_examples(3)
@@ -263,7 +266,9 @@ def name_slots(
 
 
 def test_the_layout_changes_no_bit(
-    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target: Target,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """States that do not depend on the batch come back bit for bit; one shared token too many is seen."""
     # sequences are read whole, so only the layout differs

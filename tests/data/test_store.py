@@ -6,9 +6,7 @@ import json
 import os
 import random
 import shutil
-import signal
 import subprocess
-import time
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
@@ -84,7 +82,9 @@ def fill(folder: Path, target: Target) -> None:
 
 @pytest.fixture(scope="module")
 def whole(
-    tmp_path_factory: pytest.TempPathFactory, examples: list[Example], tiny_target: Target
+    tmp_path_factory: pytest.TempPathFactory,
+    examples: list[Example],
+    tiny_target: Target,
 ) -> Path:
     """An uninterrupted store; tests that damage it work on a copy."""
     folder = tmp_path_factory.mktemp("store")
@@ -109,22 +109,11 @@ def read_times(folder: Path, pattern: str = "shard*") -> dict[str, int]:
     return {path.name: path.stat().st_mtime_ns for path in folder.glob(pattern)}
 
 
-def fork(work: Callable[[], None]) -> int:
-    """Start a process that does the work, with everything loaded, and return its id."""
-    pid = os.fork()
-    if pid:
-        return pid
-    try:
-        work()
-        os._exit(0)
-    except BaseException as error:
-        os.write(2, repr(error).encode())
-        os._exit(1)
-
-
 @pytest.mark.slow
 def test_a_store_gives_back_what_went_in(
-    whole: Path, examples: list[Example], tiny_target: Target
+    whole: Path,
+    examples: list[Example],
+    tiny_target: Target,
 ) -> None:
     """Tokens, masks and the model's own hidden states, in the data's order, whatever order they were computed in."""
     store = FeatureStore(whole, IDENTITY)
@@ -167,43 +156,6 @@ def test_others_can_read_and_check_the_shards(whole: Path) -> None:
     assert check.returncode == 0
 
 
-@pytest.mark.slow
-def test_twelve_kills_leave_no_trace(
-    whole: Path, examples: list[Example], tiny_target: Target, tmp_path: Path
-) -> None:
-    """Killed at any moment and run again: the same bytes, and nothing that was whole is written twice."""
-    num_kills = 12
-    store = create_store(tmp_path, examples)
-    chance = random.Random(5)
-    written: dict[str, int] = {}
-    num_inside = 0
-    for kill in range(num_kills):
-        pid = fork(lambda: fill(tmp_path, tiny_target))
-        # from the first shard to the last
-        wanted = kill * len(store.plan) // num_kills
-        while len(read_times(tmp_path, "*.sha256")) < wanted or not list(tmp_path.glob("*.part")):
-            time.sleep(0.0005)
-        # the moment within a shard is random
-        time.sleep(chance.random() * 0.01)
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        parts = list(tmp_path.glob("*.part"))
-        # one shard, or the next one begun while a checksum is written
-        assert len(parts) <= 2
-        num_inside += any(path.stat().st_size for path in parts)
-        checked = [path.stem for path in tmp_path.glob("*.sha256")]
-        times = read_times(tmp_path)
-        assert written.items() <= times.items()
-        written = {name: times[name] for name in checked}
-        # as the command does once it has the lock
-        for path in parts:
-            path.unlink()
-    assert len(written) >= 0.8 * len(store.plan) >= 16
-    assert num_inside >= 3
-    fill(tmp_path, tiny_target)
-    assert read_files(tmp_path) == read_files(whole)
-
-
 def flip_bit(path: Path) -> None:
     """Change a bit of one byte, far inside."""
     data = bytearray(path.read_bytes())
@@ -232,7 +184,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damage_is_named_and_mended(
-    damage: str, copy: Path, whole: Path, tiny_target: Target
+    damage: str,
+    copy: Path,
+    whole: Path,
+    tiny_target: Target,
 ) -> None:
     """A broken shard is named, the others serve, and a repair computes that one alone."""
     apply_damage, reason = DAMAGES[damage]
@@ -289,7 +244,10 @@ def test_a_shard_that_was_right_is_not_read_whole_again(copy: Path) -> None:
 
 @pytest.mark.slow
 def test_a_shard_of_another_store_is_seen(
-    copy: Path, examples: list[Example], tiny_target: Target, tmp_path: Path
+    copy: Path,
+    examples: list[Example],
+    tiny_target: Target,
+    tmp_path: Path,
 ) -> None:
     """Equal size and a checksum that fits are not enough."""
     other = tmp_path / "other"
@@ -394,7 +352,10 @@ def test_a_disk_that_fills_up_is_seen_before_each_shard(
 
 @pytest.mark.slow
 def test_a_second_extraction_of_the_same_shards_spoils_nothing(
-    whole: Path, examples: list[Example], tiny_target: Target, tmp_path: Path
+    whole: Path,
+    examples: list[Example],
+    tiny_target: Target,
+    tmp_path: Path,
 ) -> None:
     """The second does not know of the first, and runs from start to end while that is within a shard."""
     store = create_store(tmp_path, examples)
@@ -420,7 +381,9 @@ def test_a_second_extraction_of_the_same_shards_spoils_nothing(
     ],
 )
 def test_another_identity_is_refused_by_name(
-    change: dict[str, Any], difference: str, whole: Path
+    change: dict[str, Any],
+    difference: str,
+    whole: Path,
 ) -> None:
     """Nothing is read from a store that was made by something else."""
     with pytest.raises(ValueError, match="not those that this run needs") as refused:
@@ -442,7 +405,9 @@ def test_fewer_taps_than_stored_are_served(whole: Path) -> None:
 
 @pytest.mark.slow
 def test_a_store_that_says_auto_is_read(
-    examples: list[Example], tiny_target: Target, tmp_path: Path
+    examples: list[Example],
+    tiny_target: Target,
+    tmp_path: Path,
 ) -> None:
     """Older stores did; the precision that they hold as well says what it was."""
     auto = {"weights": "w", "dtype": "auto"}
@@ -456,7 +421,9 @@ def test_a_store_that_says_auto_is_read(
 
 
 def test_states_that_are_not_finite_are_refused(
-    examples: list[Example], tiny_target: Target, tmp_path: Path
+    examples: list[Example],
+    tiny_target: Target,
+    tmp_path: Path,
 ) -> None:
     """An overflow in the target ends the extraction instead of poisoning the training."""
     create_store(tmp_path, examples)

@@ -116,7 +116,12 @@ def losses_of(head: Any, batch: Batch, target: Target) -> list[Tensor]:
 
 
 def read_batch(
-    target: Target, examples: Sequence[Example], head: Any, gate: str, *, keeps_all: bool
+    target: Target,
+    examples: Sequence[Example],
+    head: Any,
+    gate: str,
+    *,
+    keeps_all: bool,
 ) -> Batch:
     """Return all sequences, with every state of the taps or with those alone that a store keeps."""
     fields = tap_identity(roles_of(head.settings, target.config))
@@ -142,7 +147,9 @@ def read_batch(
 @pytest.mark.quick("falcon", "own", "hydra", "blockwise")
 @pytest.mark.parametrize("name", HEADS)
 def test_states_that_are_not_kept_change_nothing(
-    name: str, target: Target, examples: list[Example]
+    name: str,
+    target: Target,
+    examples: list[Example],
 ) -> None:
     """With NaN in their place, losses, gradients and validation of every method stay bit for bit."""
     head = make_head(name, target)
@@ -229,7 +236,10 @@ def measure_shards(folder: Path) -> int:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_store_holds_the_bytes_of_the_forecast(
-    dtype: str, target: Target, examples: list[Example], tmp_path: Path
+    dtype: str,
+    target: Target,
+    examples: list[Example],
+    tmp_path: Path,
 ) -> None:
     """It gives back, bit for bit, what is computed in training; the rest is NaN."""
     fields = {**tap_identity(TapRoles((1, 2), (-1,))), "dtype": dtype}

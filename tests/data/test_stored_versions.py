@@ -129,7 +129,9 @@ def write_old_shard(
 
 
 def test_a_store_of_the_first_version_is_read_and_mended(
-    examples: list[Example], target: Target, tmp_path: Path
+    examples: list[Example],
+    target: Target,
+    tmp_path: Path,
 ) -> None:
     """It serves every reader, as each of its taps has all tokens; a repair writes the same bytes again."""
     folder = tmp_path / "old"

@@ -35,7 +35,9 @@ script(main)
 
 @contextmanager
 def serving(
-    reply: Reply, model: str = "target", **facts: Any
+    reply: Reply,
+    model: str = "target",
+    **facts: Any,
 ) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """Yield the address of a server and the requests it gets.
 
@@ -85,7 +87,10 @@ def serving(
 
 
 def completion(
-    text: Any, finish: Any = "stop", prompt_tokens: int | None = 0, **message: Any
+    text: Any,
+    finish: Any = "stop",
+    prompt_tokens: int | None = 0,
+    **message: Any,
 ) -> dict[str, Any]:
     """Return what an OpenAI-compatible server replies."""
     choice = {
@@ -188,7 +193,12 @@ def pool_at(
 
 
 def regenerate(
-    out: Path, jobs: Jobs, target: Target, endpoint: Any, share: tuple[int, ...] = (), **fields: Any
+    out: Path,
+    jobs: Jobs,
+    target: Target,
+    endpoint: Any,
+    share: tuple[int, ...] = (),
+    **fields: Any,
 ) -> dict[str, str]:
     """Answer the jobs, or one process's share of them, by these servers; return why each failed job did."""
     key = fields.pop("key", "")
@@ -210,7 +220,11 @@ def regenerate(
 
 
 def run_one(
-    pool: Any, target: Target, conversation: Conversation, data: Any = None, **fields: Any
+    pool: Any,
+    target: Target,
+    conversation: Conversation,
+    data: Any = None,
+    **fields: Any,
 ) -> dict[str, Any] | str:
     """Return the line of a conversation that a pool answers, or why it failed."""
     reader = reader_of(target, **(data or {}))
@@ -231,7 +245,11 @@ def run_one(
 
 
 def run_talk(
-    target: Target, conversation: Conversation, *replies: Any, data: Any = None, **fields: Any
+    target: Target,
+    conversation: Conversation,
+    *replies: Any,
+    data: Any = None,
+    **fields: Any,
 ) -> dict[str, Any]:
     """Return the line of a conversation to which a server answers with these replies."""
     # one reply for each question, in order
@@ -277,7 +295,11 @@ def read_records(path: Path) -> list[Any]:
 
 
 def command_of(
-    target_dir: Path, folder: Path, endpoint: Any, count: int, **fields: Any
+    target_dir: Path,
+    folder: Path,
+    endpoint: Any,
+    count: int,
+    **fields: Any,
 ) -> list[str]:
     """Return the command line that regenerates so many short conversations."""
     # the jobs above as a source

@@ -95,7 +95,10 @@ def test_every_layout_of_a_file_is_read(tmp_path: Path, content: bytes) -> None:
 
 @pytest.mark.parametrize(("content", "kept", "dropped"), DAMAGED)
 def test_a_damaged_file_keeps_its_good_records(
-    tmp_path: Path, content: bytes, kept: str, dropped: dict[str, int]
+    tmp_path: Path,
+    content: bytes,
+    kept: str,
+    dropped: dict[str, int],
 ) -> None:
     """Each damage is a counted drop, in plain and compressed files; an empty file is noted."""
     ids, tally = read_bytes(tmp_path, content)
@@ -287,7 +290,11 @@ DAMAGES = st.dictionaries(
 )
 @FUZZ
 def test_damage_anywhere_loses_no_whole_record(
-    tmp_path: Path, damages: dict[int, Any], order: list[int], shell: str, zipped: bool
+    tmp_path: Path,
+    damages: dict[int, Any],
+    order: list[int],
+    shell: str,
+    zipped: bool,
 ) -> None:
     """Bytes may be lost, changed or added: the whole records are kept, in their order."""
     texts = []
@@ -314,7 +321,9 @@ def test_damage_anywhere_loses_no_whole_record(
 @given(st.integers(0, len(b"\n".join(TEXTS))), st.booleans())
 @FUZZ
 def test_a_file_cut_anywhere_keeps_what_precedes_the_cut(
-    tmp_path: Path, end: int, is_array: bool
+    tmp_path: Path,
+    end: int,
+    is_array: bool,
 ) -> None:
     """All whole records before the cut are kept, and the cut one is one drop."""
     begin, between, _ = SHELLS["array" if is_array else "lines"]

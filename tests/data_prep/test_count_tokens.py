@@ -39,7 +39,9 @@ def texts() -> list[Text]:
 
 @pytest.mark.parametrize("chunk", [1, 60, 10**6])
 def test_tables_hold_what_a_naive_count_finds(
-    chunk: int, texts: list[Text], monkeypatch: pytest.MonkeyPatch
+    chunk: int,
+    texts: list[Text],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Any number of chunks is merged; unsupervised tokens do not count, nor pairs across texts."""
     monkeypatch.setattr(count_tokens, "CHUNK", chunk)
@@ -64,7 +66,10 @@ def test_a_token_beyond_the_vocabulary_is_refused() -> None:
 
 
 def test_the_command_counts_the_recipes_answers(
-    recipe: Recipe, tiny_target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    recipe: Recipe,
+    tiny_target: Target,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The tables are ready to load for the config's vocabulary; unigrams may be counted alone."""
     command = [TINY, f"target.path={recipe.target.path}", f"data.train={recipe.data.train}"]

@@ -106,7 +106,10 @@ def test_the_maps_are_each_others_inverse(examples: list[Example], tmp_path: Pat
     ],
 )
 def test_a_stale_map_is_refused(
-    key: str, value: Any, examples: list[Example], tmp_path: Path
+    key: str,
+    value: Any,
+    examples: list[Example],
+    tmp_path: Path,
 ) -> None:
     """The error names what differs: the tokenizer, the data or the size."""
     path = tmp_path / "vocab.safetensors"

@@ -52,7 +52,9 @@ def short(
 
 
 def test_extract_verify_repair(
-    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A store is made, found whole, damaged, named, and mended; a finished one is not made again."""
     folder = tmp_path / "store"
@@ -89,7 +91,9 @@ def test_extract_verify_repair(
 @pytest.mark.slow
 @pytest.mark.parametrize("absent", [None, "shard-00000.safetensors"])
 def test_a_second_extraction_sees_a_flipped_bit(
-    absent: str | None, short: list[str], tmp_path: Path
+    absent: str | None,
+    short: list[str],
+    tmp_path: Path,
 ) -> None:
     """The shard is named before anything is computed, in a whole store and in one that lacks a shard."""
     folder = tmp_path / "store"
@@ -207,7 +211,9 @@ def remove_head(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_a_store_trains_without_its_target(
-    short: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    short: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The head is the same bit for bit: from a store with and without the target, an older store, and live."""
     # the features in memory are those that a store holds
@@ -240,7 +246,10 @@ def test_a_store_trains_without_its_target(
     ids=["max_length", "path", "template"],
 )
 def test_another_run_is_refused_without_the_target_too(
-    override: str, message: str, short: list[str], tmp_path: Path
+    override: str,
+    message: str,
+    short: list[str],
+    tmp_path: Path,
 ) -> None:
     """All that the recipe itself decides is compared, and the target's name."""
     template = tmp_path / "template.jinja"

@@ -190,7 +190,10 @@ def test_an_image_alone_is_a_question(tmp_path: Path) -> None:
 
 
 def test_tokens_and_masks_are_the_processors(
-    make_recipe: Any, records: list[dict[str, Any]], target: Target, pictures: Path
+    make_recipe: Any,
+    records: list[dict[str, Any]],
+    target: Target,
+    pictures: Path,
 ) -> None:
     """Tokens equal the untouched processor's, no image token is supervised, and answers are the records'."""
     cache = open_cache(make_recipe(records))
@@ -213,7 +216,9 @@ def test_tokens_and_masks_are_the_processors(
 
 
 def test_what_cannot_be_shown_is_dropped_with_its_reason(
-    make_recipe: Any, records: list[dict[str, Any]], pictures: Path
+    make_recipe: Any,
+    records: list[dict[str, Any]],
+    pictures: Path,
 ) -> None:
     """It is counted, and everything else is read."""
     # a file that begins as an image does
@@ -235,7 +240,10 @@ def test_what_cannot_be_shown_is_dropped_with_its_reason(
 
 @pytest.mark.slow
 def test_stored_features_are_those_computed_in_training(
-    make_recipe: Any, records: list[dict[str, Any]], target: Target, tmp_path: Path
+    make_recipe: Any,
+    records: list[dict[str, Any]],
+    target: Target,
+    tmp_path: Path,
 ) -> None:
     """Stored states of images and texts equal live ones, which a test below compares with the model's."""
     cache = open_cache(make_recipe(records))
@@ -277,7 +285,10 @@ def test_an_image_that_changed_is_refused(
 
 
 def test_planted_faults_are_seen(
-    make_recipe: Any, records: list[dict[str, Any]], target: Target, pictures: Path
+    make_recipe: Any,
+    records: list[dict[str, Any]],
+    target: Target,
+    pictures: Path,
 ) -> None:
     """The states of another image differ, and a text that has lost its image is refused."""
     example = open_cache(make_recipe(records[:1]))[0]
@@ -414,7 +425,10 @@ def test_a_server_gets_the_images_themselves(pictures: Path) -> None:
 
 
 def test_the_inspector_shows_images(
-    make_recipe: Any, records: list[dict[str, Any]], pictures: Path, tmp_path: Path
+    make_recipe: Any,
+    records: list[dict[str, Any]],
+    pictures: Path,
+    tmp_path: Path,
 ) -> None:
     """The page shows the image and how many tokens stand for it; a supervised image token is a fault."""
     recipe = make_recipe(records)
@@ -468,7 +482,9 @@ def read_two_answers(
 
 @pytest.mark.parametrize("name", SPECIAL)
 def test_every_kind_of_processor_is_followed(
-    name: str, tiny_target_dir: Path, pictures: Path
+    name: str,
+    tiny_target_dir: Path,
+    pictures: Path,
 ) -> None:
     """Answers after images are found, and states equal those of the model given the processor's own output.
 

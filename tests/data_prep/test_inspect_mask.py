@@ -94,7 +94,9 @@ def test_planted_faults_are_caught(
 @pytest.mark.parametrize("end", ["\n   ", " ", "\n\n"])
 @pytest.mark.parametrize("name", ["chatml", "trims", "vicuna", "no mark", *TRAILING])
 def test_a_truncated_answer_may_end_in_white_space(
-    using: Callable[[str], Any], name: str, end: str
+    using: Callable[[str], Any],
+    name: str,
+    end: str,
 ) -> None:
     """White space where `max_new_tokens` cut an answer is no fault, but a lost last word still is."""
     tokenizer = using(name)
@@ -156,7 +158,9 @@ def test_what_the_template_prints_after_the_end_mark_is_a_fault(
     ],
 )
 def test_answers_after_another_prompt_than_that_of_serving_are_counted(
-    using: Callable[[str], Any], name: str, num_unlike: int
+    using: Callable[[str], Any],
+    name: str,
+    num_unlike: int,
 ) -> None:
     """The prompt may open a thought; where history is printed otherwise, each answer still follows its prompt."""
     tokenizer = using(name)
@@ -208,7 +212,9 @@ def test_pieces_hold_whole_characters(base: Any) -> None:
 
 
 def test_the_inspector_shows_and_escapes(
-    recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    recipe: Recipe,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A page and the terminal show texts and counts; nothing in a text becomes markup."""
     (tmp_path / "recipe.yaml").write_text(recipe.dump())
@@ -262,7 +268,9 @@ def test_conversations_are_read_as_they_are_shown(recipe: Recipe) -> None:
 
 
 def test_the_inspector_fails_on_a_wrong_mask(
-    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe: Recipe,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The faults are listed, and the exit status is an error's."""
     example_of = tokens.example_of

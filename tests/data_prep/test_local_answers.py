@@ -230,7 +230,9 @@ def test_what_the_cache_cannot_hold_fails_alone(
 
 
 def ask_three_times(
-    target: Target, number: int, lengths: list[int]
+    target: Target,
+    number: int,
+    lengths: list[int],
 ) -> Generator[Prompt, Answer, dict[str, Any]]:
     """Hold a conversation of three questions; return the answers, and note the lengths of the prompts."""
     ids = target.chat(f"What is {number}?")
@@ -251,7 +253,9 @@ def ask_three_times(
 
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_a_next_turn_reads_only_new_tokens(
-    batch_size: int, mixing_target: Target, monkeypatch: pytest.MonkeyPatch
+    batch_size: int,
+    mixing_target: Target,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The history stays in the cache; a planted fault reads it again, for the same answers."""
     num_read = [0]

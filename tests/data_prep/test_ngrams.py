@@ -83,7 +83,9 @@ def test_the_hash_of_a_run_depends_on_all_its_tokens_in_order() -> None:
 
 
 def test_planted_prompts_are_named(
-    recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    recipe: Recipe,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A long prompt within a question and an answer, and a short one in another spelling; others are not."""
     long = "the quick red fox sees two old dogs and the cat eats a very old fish here"

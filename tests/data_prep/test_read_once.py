@@ -127,7 +127,9 @@ def test_it_holds_what_tokenising_gives(data: Recipe) -> None:
 
 
 def test_it_is_read_once(
-    data: Recipe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    data: Recipe,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A second command tokenises nothing, and prints the same."""
     read_examples(data)
@@ -268,7 +270,9 @@ def test_questions_that_were_asked_before_are_counted_and_dropped(
 
 
 def test_strict_names_the_first_that_is_dropped(
-    own_cache: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    own_cache: Recipe,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A repeated question is none of them, and nothing is tokenised again for it."""
     short = make_record("who", "the dog")

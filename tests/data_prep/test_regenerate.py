@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 import threading
-import time
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -51,7 +46,9 @@ COUNT = 6
 
 
 def generate_greedily(
-    target: Target, messages: list[dict[str, Any]], max_new_tokens: int = NEW_TOKENS
+    target: Target,
+    messages: list[dict[str, Any]],
+    max_new_tokens: int = NEW_TOKENS,
 ) -> tuple[str, str]:
     """Return the untouched model's own answer to one prompt, and why it ended."""
     prompt = torch.tensor([target.chat(messages)])
@@ -232,7 +229,10 @@ def test_answers_are_written_with_the_fastest_kernels(command: list[str]) -> Non
 
 
 def test_endpoint_answers_are_the_untouched_models(
-    command: list[str], truth: dict[str, list[str]], target: Target, tmp_path: Path
+    command: list[str],
+    truth: dict[str, list[str]],
+    target: Target,
+    tmp_path: Path,
 ) -> None:
     """A real server that runs the target gives the same; a run that is whole asks nothing more."""
     # requests come from several threads, and the model is read by one
@@ -256,7 +256,9 @@ def test_endpoint_answers_are_the_untouched_models(
 
 
 def test_old_answers_as_history_would_be_seen(
-    source: Path, truth: dict[str, list[str]], target: Target
+    source: Path,
+    truth: dict[str, list[str]],
+    target: Target,
 ) -> None:
     """A planted fault: the truth above tells new history from old."""
     conversations = read_conversations(source)
@@ -271,39 +273,10 @@ def test_old_answers_as_history_would_be_seen(
     assert faulty != truth
 
 
-@pytest.mark.slow
-@pytest.mark.long
-def test_processes_that_are_killed_change_nothing(command: list[str], tmp_path: Path) -> None:
-    """Two processes with a drafter, killed and started again, write the file of one process without."""
-    out = tmp_path / "out.jsonl"
-    command = [*command, "regenerate.temperature=0.7"]
-    main(command)
-    whole = out.read_bytes()
-    out.unlink()
-    launch = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        "2",
-    ]
-    settings = ["regenerate.drafter=suffix", "regenerate.batch_size=1"]
-    run = [*launch, "-m", "data_prep.regenerate", *command, *settings]
-    process = subprocess.Popen(run, start_new_session=True)
-    parts = tmp_path / "out.jsonl.parts"
-    while not any(part.stat().st_size for part in parts.glob("part-*.jsonl")):
-        assert process.poll() is None
-        time.sleep(0.01)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    assert not out.exists()
-    subprocess.run(run, check=True)
-    assert out.read_bytes() == whole
-
-
 def test_any_number_of_processes_gives_the_same(
-    undisturbed: bytes, tiny_target: Target, tmp_path: Path
+    undisturbed: bytes,
+    tiny_target: Target,
+    tmp_path: Path,
 ) -> None:
     """Three processes write the same bytes, in source order."""
     jobs = jobs_of(16)
@@ -398,7 +371,9 @@ def test_what_other_settings_made_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_forecast_writes_nothing(
-    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """It prints how much there is to do and how long it takes."""
     main([*command, "--forecast"])

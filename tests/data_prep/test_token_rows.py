@@ -38,7 +38,13 @@ PLAIN = {"conversation_id": "talk-4", "messages": TURNS}
 def own(recipe: Recipe, tmp_path: Path) -> Recipe:
     """The recipe with a cache and data of its own."""
     train = str(tmp_path / "rows.jsonl")
-    return changed(recipe, cache=str(tmp_path / "cache"), num_proc=1, train=train, max_length=4)
+    return changed(
+        recipe,
+        cache=str(tmp_path / "cache"),
+        num_proc=1,
+        train=train,
+        max_length=4,
+    )
 
 
 def read(own: Recipe, *records: dict[str, Any]) -> tuple[list[tuple[list[int], list[int]]], Tally]:
@@ -62,12 +68,26 @@ def test_rows_of_both_forms_are_taken_as_they_are(own: Recipe) -> None:
         "messages": TURNS,
     }
     # tables have all columns in all records
-    null = {**PLAIN, "input_ids": None, "token_ids": None, "loss_mask": None}
+    null = {
+        **PLAIN,
+        "input_ids": None,
+        "token_ids": None,
+        "loss_mask": None,
+    }
     flags = {
         "input_ids": [1, 2],
         "loss_mask": [False, True],
     }
-    pairs, tally = read(own, SPECULATORS, MODELOPT, null, PLAIN, late, unlabelled, flags)
+    pairs, tally = read(
+        own,
+        SPECULATORS,
+        MODELOPT,
+        null,
+        PLAIN,
+        late,
+        unlabelled,
+        flags,
+    )
     assert pairs[0] == ([5, 6, 7, 8], [0, 0, 1, 1])
     assert pairs[1] == ([9, 8, 7, 6, 5], [0, 1, 1, 0, 1])
     # both conversations are tokenised by the chat template
@@ -129,7 +149,9 @@ def test_a_cache_holds_the_same(own: Recipe) -> None:
     ],
 )
 def test_lists_that_do_not_fit_are_refused(
-    record: dict[str, Any], message: str, own: Recipe
+    record: dict[str, Any],
+    message: str,
+    own: Recipe,
 ) -> None:
     """The error names the file and the record; a mask is checked past the cut, too."""
     with pytest.raises(ValueError, match=message):
@@ -198,7 +220,9 @@ def test_a_row_that_is_marked_as_unwanted_is_dropped(tmp_path: Path) -> None:
 
 
 def test_the_inspector_shows_the_given_mask(
-    own: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    own: Recipe,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The page marks the supervised ids; a mask that fits no chat template is no fault."""
     write_records(Path(own.data.train), [SPECULATORS, PLAIN])

@@ -65,7 +65,10 @@ def decode_runs(examples: list[Example], tokenizer: Any) -> list[list[str]]:
 
 
 def read_supervised(
-    conversation: Conversation, tokenizer: Any, tally: Tally | None = None, **data: Any
+    conversation: Conversation,
+    tokenizer: Any,
+    tally: Tally | None = None,
+    **data: Any,
 ) -> list[list[str]]:
     """Return what is supervised of a conversation, in which the inspector finds no fault."""
     examples = examples_of(

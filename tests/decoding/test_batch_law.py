@@ -127,7 +127,10 @@ def compute_p_value(target: Target, answers: np.ndarray, sampling: Sampling) -> 
     ids=["chain", "block", "top-p"],
 )
 def test_rows_have_the_targets_law(
-    sampling: Sampling, budget: Budget, is_alike: bool, target: Target
+    sampling: Sampling,
+    budget: Budget,
+    is_alike: bool,
+    target: Target,
 ) -> None:
     """Also where all rows have the same seed and request."""
     answers = answer_batches(target, sampling, budget, is_alike=is_alike)

@@ -36,7 +36,11 @@ make_bench = cache(Bench)
 
 
 def check_batch(
-    bench: Bench, kind: str, requests: list[Request], batch_size: int, dice: Any = None
+    bench: Bench,
+    kind: str,
+    requests: list[Request],
+    batch_size: int,
+    dice: Any = None,
 ) -> None:
     """Check that all rows answer as they must, and draft cycle by cycle as alone."""
     drafter = MAKE[kind](bench.target, requests)

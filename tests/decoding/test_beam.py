@@ -228,7 +228,14 @@ def test_drafts_save_forwards() -> None:
     target = make_target("llama")
     prompt = [1, 2, 3, 1, 2]
     drafter = PlantedTrees(prompt + own_answer(target.model, prompt, 10))
-    result = beam_search(target, drafter, prompt, beams=1, max_new_tokens=10, stop=[])
+    result = beam_search(
+        target,
+        drafter,
+        prompt,
+        beams=1,
+        max_new_tokens=10,
+        stop=[],
+    )
     assert result.steps_per_forward > 1
 
 
@@ -237,7 +244,12 @@ def test_drafts_save_forwards() -> None:
 )
 def test_a_search_ends_with_its_answers(early_stopping: Any, is_done: bool) -> None:
     """Once there are as many as beams; the one that runs on may still become better by its length."""
-    state = BeamState(1, Stops([3], None, VOCAB_SIZE), limit=5, early_stopping=early_stopping)
+    state = BeamState(
+        1,
+        Stops([3], None, VOCAB_SIZE),
+        limit=5,
+        early_stopping=early_stopping,
+    )
     state.step(torch.tensor([[-2.0, -1.0]]), torch.tensor([[0, 3]]))
     assert state.answers == [[3]]
     assert state.is_done == is_done

@@ -88,7 +88,10 @@ def ignore(text: str, is_drafted: bool) -> None:
 
 
 def answer_all(
-    target: Target, questions: list[str], drafter: str = "none", temperature: float = 0.0
+    target: Target,
+    questions: list[str],
+    drafter: str = "none",
+    temperature: float = 0.0,
 ) -> list[Trace]:
     """Answer a conversation, each time from all of it and with nothing cached."""
     messages: list[dict[str, str]] = []
@@ -99,7 +102,13 @@ def answer_all(
         target.forget()
         prompt = target.chat(messages)
         head = load_drafter(drafter, target)
-        trace = generate(target, head, prompt, sampling=sampling, max_new_tokens=LIMIT)
+        trace = generate(
+            target,
+            head,
+            prompt,
+            sampling=sampling,
+            max_new_tokens=LIMIT,
+        )
         messages.append({"role": "assistant", "content": trace.text})
         traces.append(trace)
     return traces
@@ -121,7 +130,9 @@ def as_printed(traces: list[Trace]) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_drafted_and_plain_answers_are_the_same(
-    temperature: float, target: Target, talk: Talk
+    temperature: float,
+    target: Target,
+    talk: Talk,
 ) -> None:
     """They are those of whole conversations that are read again; the counts in the lines are the traces'."""
     # one run of the command reuses what it has read of the conversation
@@ -144,7 +155,9 @@ def test_drafted_and_plain_answers_are_the_same(
 
 @pytest.mark.slow
 def test_a_wrong_answer_is_seen(
-    target: Target, talk: Talk, monkeypatch: pytest.MonkeyPatch
+    target: Target,
+    talk: Talk,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A planted fault: a prefix of the conversation is taken for read although it differs."""
     expected = as_printed(answer_session(target, 1.0))
@@ -251,7 +264,9 @@ def test_a_second_interrupt_leaves() -> None:
 
 
 def test_a_conversation_that_does_not_fit_is_refused(
-    target: Target, chat: Chat, monkeypatch: pytest.MonkeyPatch
+    target: Target,
+    chat: Chat,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An answer ends at the last position; a question that leaves no room is refused, and the conversation stays."""
     room = 7
@@ -317,7 +332,9 @@ TEMPLATE = """{% if messages[0].role == 'system' %}{{ raise_exception('No system
 
 
 def test_a_template_that_refuses_is_reported(
-    target: Target, chat: Chat, monkeypatch: pytest.MonkeyPatch
+    target: Target,
+    chat: Chat,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With its words and what to do; the conversation stays."""
     monkeypatch.setattr(target.tokenizer, "chat_template", TEMPLATE)
@@ -328,7 +345,10 @@ def test_a_template_that_refuses_is_reported(
 
 
 def test_a_model_without_a_chat_template_is_refused(
-    eight_token_dir: Path, tmp_path: Path, talk: Talk, capsys: pytest.CaptureFixture[str]
+    eight_token_dir: Path,
+    tmp_path: Path,
+    talk: Talk,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Before the first question."""
     folder = shutil.copytree(eight_token_dir, tmp_path / "target")

@@ -42,7 +42,13 @@ def answer(
 ) -> Trace:
     """Answer with three accepted tokens in each cycle."""
     drafter = PlantedTrees(PROMPT + ANSWER)
-    return generate(target, drafter, PROMPT, max_new_tokens=max_new_tokens, **options)
+    return generate(
+        target,
+        drafter,
+        PROMPT,
+        max_new_tokens=max_new_tokens,
+        **options,
+    )
 
 
 def find_new_token(indices: range, phase: int) -> int:
@@ -107,7 +113,9 @@ def test_without_stop_the_targets_own_tokens_end_the_answer() -> None:
 @pytest.mark.parametrize("count", [1, 2, 7, 8])
 @pytest.mark.parametrize("kind", [PlantedTrees, Deaf])
 def test_max_new_tokens_cuts_inside_a_draft(
-    target: Target, kind: type[PlantedTrees], count: int
+    target: Target,
+    kind: type[PlantedTrees],
+    count: int,
 ) -> None:
     """Tokens beyond it are not counted, whatever is drafted."""
     drafter = kind(PROMPT + ANSWER)
@@ -149,7 +157,13 @@ def test_a_stop_string_may_span_tokens(target: Target, phase: int) -> None:
     assert trace.text == text[:start]
     assert "".join(piece for piece, _ in trace.pieces()) == text[:start]
     # plain decoding ends there as well, and a string by itself is no list of letters
-    plain = generate(target, NoDrafter(), PROMPT, max_new_tokens=LIMIT, stop=string)
+    plain = generate(
+        target,
+        NoDrafter(),
+        PROMPT,
+        max_new_tokens=LIMIT,
+        stop=string,
+    )
     assert plain.tokens == trace.tokens
     assert plain.text == trace.text
     assert answer(target, stop=["never said"]).text == text

@@ -196,7 +196,9 @@ COMPARED = WARPED | WITHOUT_EFFECT
     [pytest.param(name, marks=[pytest.mark.slow] * (name in COMPARED)) for name in VALUES],
 )
 def test_a_field_is_followed_or_refused_by_name(
-    name: str, target: Target, config: GenerationConfig
+    name: str,
+    target: Target,
+    config: GenerationConfig,
 ) -> None:
     """The answer is that of `model.generate`, or there is none."""
     assert is_plain_answer(target)
@@ -213,7 +215,9 @@ def test_a_field_is_followed_or_refused_by_name(
 
 @pytest.mark.parametrize("name", SAMPLE_FILTERS)
 def test_filters_of_samples_are_refused_where_it_samples(
-    name: str, target: Target, config: GenerationConfig
+    name: str,
+    target: Target,
+    config: GenerationConfig,
 ) -> None:
     """By the names of their processors."""
     config.do_sample = True
@@ -228,7 +232,9 @@ def test_filters_of_samples_are_refused_where_it_samples(
     ["min_length", "min_new_tokens", "bad_words_ids", "num_beams", "stop_strings"],
 )
 def test_fields_are_refused_without_an_end_token(
-    name: str, target: Target, config: GenerationConfig
+    name: str,
+    target: Target,
+    config: GenerationConfig,
 ) -> None:
     """Transformers makes no processor for some of them then; they are neither dropped nor do they crash."""
     config.eos_token_id = None

@@ -67,7 +67,9 @@ def ask(mixing_target_dir: Path, capsys: pytest.CaptureFixture[str]) -> Ask:
     """Return how to run the command; in float64 no rounding decides between two tokens."""
 
     def run(
-        *options: str, question: str = QUESTION, max_new_tokens: int = LIMIT
+        *options: str,
+        question: str = QUESTION,
+        max_new_tokens: int = LIMIT,
     ) -> tuple[str, str]:
         command = ["generate", "ngram", question, "--target", str(mixing_target_dir)]
         command += ["--max-new-tokens", str(max_new_tokens), "--dtype", "float64", *options]
@@ -138,13 +140,25 @@ def test_a_drafter_tuned_to_no_draft_says_so(monkeypatch: pytest.MonkeyPatch, as
 def test_options_of_a_method_are_read(ask: Ask) -> None:
     """As numbers where they are numbers."""
     assert parse_options(["trust=2", "pick=frequent"]) == {"trust": 2, "pick": "frequent"}
-    _, err = ask("--option", "longest=2", "--option", "pick=frequent", max_new_tokens=8)
+    _, err = ask(
+        "--option",
+        "longest=2",
+        "--option",
+        "pick=frequent",
+        max_new_tokens=8,
+    )
     assert "ngram: 8 tokens" in err
 
 
 def test_a_lossy_answer_is_called_one(ask: Ask) -> None:
     """A difference is not taken for a fault then."""
-    _, err = ask("--temperature", "1", "--typical", "--compare", question="x x x x x x")
+    _, err = ask(
+        "--temperature",
+        "1",
+        "--typical",
+        "--compare",
+        question="x x x x x x",
+    )
     assert "typical acceptance is LOSSY" in err
     assert "which must not be" not in err
 
@@ -160,7 +174,9 @@ def test_a_lossy_answer_is_called_one(ask: Ask) -> None:
     ],
 )
 def test_options_that_contradict_each_other_are_refused(
-    options: list[str], message: str, ask: Ask
+    options: list[str],
+    message: str,
+    ask: Ask,
 ) -> None:
     """In a sentence, with nothing printed."""
     out, err = ask(*options)

@@ -74,7 +74,9 @@ class BatchState(PerSequenceState):
     """Raise without saying which row it was, with the rows after it not updated."""
 
     def propose(
-        self, updates: Mapping[int, Committed], budgets: Mapping[int, Budget]
+        self,
+        updates: Mapping[int, Committed],
+        budgets: Mapping[int, Budget],
     ) -> dict[int, DraftTree]:
         """Draft for one row after the other."""
         trees = {}
@@ -173,7 +175,12 @@ def answer_batch(
     **options: Any,
 ) -> list[Trace]:
     """Answer the prompts, and check the warning that one failed."""
-    options = {"max_new_tokens": LIMIT, "stop": [], "batch_size": 4, **options}
+    options = {
+        "max_new_tokens": LIMIT,
+        "stop": [],
+        "batch_size": 4,
+        **options,
+    }
     warning = rf"1 of {COUNT} sequences ended with an error, see trace\.error; prompt {bad_index}"
     with pytest.warns(RuntimeWarning, match=warning):
         return generate(target, drafter, make_prompts(bad_index), **options)
@@ -190,7 +197,9 @@ def answer_batch(
     ids=["alone", "several", "batch"],
 )
 def test_a_faulty_draft_ends_its_own_sequence(
-    wrap: Callable[[Fault], Drafter], kind: str, target: Target
+    wrap: Callable[[Fault], Drafter],
+    kind: str,
+    target: Target,
 ) -> None:
     """A drafter that cannot say whose error it was is asked row by row."""
     fault, message = FAULTS[kind]
@@ -229,7 +238,9 @@ def test_an_error_of_every_row_is_raised(call: Callable[..., Any], target: Targe
 
 @pytest.mark.parametrize("call", ["admit", "release"])
 def test_a_row_that_cannot_begin_or_end(
-    call: str, target: Target, monkeypatch: pytest.MonkeyPatch
+    call: str,
+    target: Target,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The error is in its trace; an answer that was whole before stays whole."""
     original = getattr(PerSequenceState, call)
@@ -400,7 +411,14 @@ def test_logits_that_are_nan(rule: str, drafter: str) -> None:
             "stop": [],
         }
         head = MAKE_DRAFTER[drafter](target)
-        return generate(target, head, prompts, batch_size=2, max_new_tokens=LIMIT, **options)
+        return generate(
+            target,
+            head,
+            prompts,
+            batch_size=2,
+            max_new_tokens=LIMIT,
+            **options,
+        )
 
     warning = f"prompt {bad_index}: ValueError.*logits are nan after 7 tokens"
     with pytest.warns(RuntimeWarning, match=warning):
@@ -453,7 +471,11 @@ def test_a_draft_beyond_the_caches_limit(target: Target) -> None:
             [[token] for token in range(50)],
         )
 
-    options = {"max_tokens_in_cache": 120, "budget": Budget(3, 3), "batch_size": 3}
+    options = {
+        "max_tokens_in_cache": 120,
+        "budget": Budget(3, 3),
+        "batch_size": 3,
+    }
     traces = answer_batch(target, Faulty(overflow), 1, **options)
     check_answers(target, 1, traces, "50 nodes, and the cache's limit leaves")
 
@@ -548,4 +570,10 @@ def test_answers_to_learn_from_raise() -> None:
     prompts = [torch.tensor(prompt) for prompt in make_prompts(1)]
     samplings = [Sampling()] * COUNT
     with pytest.warns(RuntimeWarning), pytest.raises(ValueError, match="logits are nan"):
-        sample_answers(Target(model), prompts, [2] * COUNT, samplings=samplings, stops=[])
+        sample_answers(
+            Target(model),
+            prompts,
+            [2] * COUNT,
+            samplings=samplings,
+            stops=[],
+        )

@@ -318,7 +318,9 @@ class ChangingPolicy:
     ],
 )
 def test_a_policy_that_changes_its_way_of_sampling_is_refused(
-    draws: list[Any], message: str, target: Target
+    draws: list[Any],
+    message: str,
+    target: Target,
 ) -> None:
     """Within a request, or from what a policy announces."""
     options: dict[str, Any] = {

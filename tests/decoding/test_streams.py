@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from eagle import Budget, Sampling, Target, Trace, generate
+from eagle import Sampling, Target, generate
 from eagle.core.drafter import Drafter
-from eagle.core.tree import DraftTree, chain_paths
+from eagle.core.tree import DraftTree
 from eagle.core.verify import Choose
 from eagle.decoding.decode import stream
 from eagle.drafters.lookup.ngram import NgramDrafter
@@ -24,7 +23,7 @@ from eagle.drafters.none import NoDrafter
 from eagle.drafters.several import FirstOf
 from eagle.target.state import TargetState
 from tests.batches import own_model
-from tests.families import VOCAB_SIZE, PlantedTrees, build, own_answer, own_logits, random_tokens
+from tests.families import PlantedTrees, build, own_answer, own_logits, random_tokens
 
 COUNT = 24
 OPTIONS: dict[str, Any] = {"max_new_tokens": COUNT, "stop": []}
@@ -170,48 +169,6 @@ def test_the_users_own_model_generates_while_a_target_decodes() -> None:
     tasks = [partial(answer, target, 1), generate_with_transformers, read_features]
     for _ in range(3):
         assert run_in_threads(*tasks) == [ANSWERS[1], ANSWERS[0], True]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "make_drafter",
-    [
-        own_model,
-        lambda target: FirstOf([NgramDrafter(), own_model(target)]),
-    ],
-    ids=["draft model", "several"],
-)
-def test_streams_on_one_drafter_are_independent(
-    make_drafter: Callable[[Target], Drafter],
-) -> None:
-    """Each is cycle by cycle what it is alone, on one target and on two."""
-    first = Target(copy.deepcopy(MODEL))
-    second = Target(copy.deepcopy(MODEL))
-    sampling = Sampling(1.0, seed=3)
-    options = {
-        "sampling": sampling,
-        "budget": Budget.fixed(chain_paths(3)),
-        **OPTIONS,
-    }
-    noise = Choose(sampling).noise
-    assert noise is not None
-
-    def noise_at(position: int) -> Tensor:
-        return noise([position], VOCAB_SIZE, torch.device("cpu"))[0]
-
-    expected = [
-        own_answer(MODEL, prompt, COUNT, warp=None, noise=noise_at) for prompt in PROMPTS[:2]
-    ]
-    alone = [generate(first, make_drafter(first), prompt, **options) for prompt in PROMPTS[:2]]
-    # one drafter for both, with a state for each sequence
-    drafter = make_drafter(first)
-    for targets in ((first, second), (first, first)):
-        traces = [Trace([]), Trace([])]
-        streams = []
-        for target, prompt, trace in zip(targets, PROMPTS[:2], traces, strict=True):
-            streams.append(stream(target, drafter, prompt, trace=trace, **options))
-        assert run_in_turn(*streams) == expected
-        assert [trace.cycles for trace in traces] == [trace.cycles for trace in alone]
 
 
 def test_lists_that_share_a_drafter_are_independent(target: Target) -> None:

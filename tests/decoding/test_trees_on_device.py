@@ -65,7 +65,10 @@ def decode(target: Target, drafter: Any, **options: Any) -> Answers:
 
 
 def check_alike(
-    make_drafter: Callable[[], Any], target: Target, make_budget: Any, **options: Any
+    make_drafter: Callable[[], Any],
+    target: Target,
+    make_budget: Any,
+    **options: Any,
 ) -> int:
     """Decode in both ways, compare, and return how many trees were verified on the device."""
     # on a CPU nothing waits, so trees are on the host
@@ -104,7 +107,10 @@ CONFIDENT = {"confidence": 0.5}
     ids=["grown", "chain", "confident tree", "confident chain"],
 )
 def test_answers_and_cycles_are_those_of_trees_on_the_host(
-    name: str, sampling: Sampling, budget: Budget, target: Target
+    name: str,
+    sampling: Sampling,
+    budget: Budget,
+    target: Target,
 ) -> None:
     """In a ragged batch, whose last drafts are shallower."""
 

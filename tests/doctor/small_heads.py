@@ -36,7 +36,10 @@ def make_head(
 
 
 def answer_random(
-    count: int, target: Target, max_new_tokens: int, temperatures: tuple[float, ...]
+    count: int,
+    target: Target,
+    max_new_tokens: int,
+    temperatures: tuple[float, ...],
 ) -> Batch:
     """Return a target's answers to so many random prompts of six tokens."""
     prompts = [random_tokens(6, seed) for seed in range(count)]
@@ -62,7 +65,11 @@ def fit(
 
 
 def train_head(
-    section: dict[str, Any], target: Target, texts: Batch, steps: int, lr: float = 3e-3
+    section: dict[str, Any],
+    target: Target,
+    texts: Batch,
+    steps: int,
+    lr: float = 3e-3,
 ) -> Any:
     """Return a head after so many steps on these texts."""
     head = make_head(section, target, texts)

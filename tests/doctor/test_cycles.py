@@ -51,7 +51,13 @@ def test_cycles_are_those_of_generate(section: dict[str, Any], target: Target) -
     chain = Budget.fixed(chain_paths(LEVELS))
     for index, text in enumerate(texts.tokens.split(texts.lengths)):
         prompt = text[:6].tolist()
-        trace = generate(target, drafter, prompt, budget=chain, max_new_tokens=LIMIT)
+        trace = generate(
+            target,
+            drafter,
+            prompt,
+            budget=chain,
+            max_new_tokens=LIMIT,
+        )
         assert [*prompt, *trace.tokens] == text.tolist()
         assert float(visits[figures.seq_ids == index].sum()) == len(trace.cycles)
     # else the count shows nothing

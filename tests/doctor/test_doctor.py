@@ -57,7 +57,10 @@ def measure_head(head: Any, target: Target, texts: Batch) -> Agreement:
 
 @pytest.mark.parametrize("name", ["eagle3", "eagle3.1"])
 def test_figures_are_those_of_validation(
-    name: str, heads: dict[str, Any], target: Target, texts: Batch
+    name: str,
+    heads: dict[str, Any],
+    target: Target,
+    texts: Batch,
 ) -> None:
     """Agreement, overlap, the rate of every level and τ are what training's validation finds."""
     found = measure_head(heads[name], target, texts)
@@ -74,7 +77,9 @@ def test_figures_are_those_of_validation(
 
 
 def test_level_two_fed_by_the_target_is_level_one_of_the_next_slot(
-    heads: dict[str, Any], target: Target, texts: Batch
+    heads: dict[str, Any],
+    target: Target,
+    texts: Batch,
 ) -> None:
     """Counted by hand from the hits of level 1."""
     found = measure_head(heads["eagle3"], target, texts)
@@ -114,7 +119,10 @@ def compute_logits(wiring: Wiring, texts: Batch) -> Tensor:
 
 @pytest.mark.parametrize("name", SECTIONS)
 def test_a_probe_leaves_the_head_as_it_was(
-    name: str, heads: dict[str, Any], target: Target, texts: Batch
+    name: str,
+    heads: dict[str, Any],
+    target: Target,
+    texts: Batch,
 ) -> None:
     """Every change is made on a copy, changes something, and has a name of its own."""
     head = heads[name]
@@ -152,7 +160,9 @@ def compare(kind: str, before: Agreement, after: Agreement) -> Effect:
 
 
 def test_an_effect_is_paired_by_sequence(
-    heads: dict[str, Any], target: Target, texts: Batch
+    heads: dict[str, Any],
+    target: Target,
+    texts: Batch,
 ) -> None:
     """No change is no gain; the error of a gain is far smaller than the sequences differ."""
     before = measure_head(heads["eagle3"], target, texts)
@@ -311,7 +321,11 @@ def test_texts_that_confirm_had_no_part_in_choosing(texts: Batch) -> None:
 
 
 # of answers of ten tokens to two prompts: the second round has enough
-ROUNDS: dict[str, Any] = {"new_tokens": 10, "temperatures": (0.0, 1.0, 1.0, 1.0), "enough": 35}
+ROUNDS: dict[str, Any] = {
+    "new_tokens": 10,
+    "temperatures": (0.0, 1.0, 1.0, 1.0),
+    "enough": 35,
+}
 
 
 def test_answers_end_once_there_are_enough(target: Target) -> None:
@@ -320,18 +334,30 @@ def test_answers_end_once_there_are_enough(target: Target) -> None:
     texts = answer_prompts(target, prompts, **ROUNDS)
     assert len(texts.lengths) == 4
     assert texts.slots >= 35
-    first, second, *_ = answer_prompts(target, prompts, 10, (1.0, 1.0)).tokens.split(16)
+    first, second, *_ = answer_prompts(
+        target,
+        prompts,
+        10,
+        (1.0, 1.0),
+    ).tokens.split(16)
     assert first[:6].equal(second[:6])
     assert not first.equal(second)
 
 
 def test_the_forecast_comes_after_the_first_round(
-    heads: dict[str, Any], target: Target, capsys: pytest.CaptureFixture[str]
+    heads: dict[str, Any],
+    target: Target,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """It is told once, with the rounds that are needed for enough tokens."""
     prompts = [random_tokens(6, seed) for seed in range(2)]
     told: list[tuple[Batch, float, int]] = []
-    texts = answer_prompts(target, prompts, **ROUNDS, after_first=lambda *first: told.append(first))
+    texts = answer_prompts(
+        target,
+        prompts,
+        **ROUNDS,
+        after_first=lambda *first: told.append(first),
+    )
     ((first, _, num_rounds),) = told
     assert len(first.lengths) * num_rounds == len(texts.lengths)
     forecast(heads["eagle1"], target, first, seconds=60.0, num_rounds=num_rounds)

@@ -115,7 +115,9 @@ def swap_first_two(head: Any, stacks: Sequence[str]) -> Any:
 
 
 def test_a_head_of_another_network_is_examined(
-    head: ResidualHeads, target: Target, texts: Batch
+    head: ResidualHeads,
+    target: Target,
+    texts: Batch,
 ) -> None:
     """What it has is changed, what it has not is named, and levels without own states are no weakness."""
     diagnosis = diagnose(head, target, texts)
@@ -139,7 +141,11 @@ def test_a_head_of_another_network_is_examined(
     ],
 )
 def test_a_state_of_the_wrong_layer_is_named(
-    trained: int, tap: int, fault: str, target: Target, texts: Batch
+    trained: int,
+    tap: int,
+    fault: str,
+    target: Target,
+    texts: Batch,
 ) -> None:
     """A head trained on one layer's state gets another's."""
     head = train_residual(target, texts, trained)
@@ -150,7 +156,9 @@ def test_a_state_of_the_wrong_layer_is_named(
 
 
 def test_levels_in_the_wrong_order_are_named(
-    head: ResidualHeads, target: Target, texts: Batch
+    head: ResidualHeads,
+    target: Target,
+    texts: Batch,
 ) -> None:
     """A fault that no head of EAGLE can have."""
     broken = swap_first_two(head, ["blocks"])
@@ -158,7 +166,9 @@ def test_levels_in_the_wrong_order_are_named(
 
 
 def test_a_registered_head_is_opened(
-    head: ResidualHeads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    head: ResidualHeads,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """From its folder, in the dtype that it is stored in."""
     monkeypatch.setitem(DRAFTERS, "residual_heads", ResidualHeads)
@@ -191,7 +201,10 @@ EXAMINED = [name for name in BY_DEFAULT if not DRAFTERS[name].reads.kv_cache][::
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXAMINED)
 def test_healthy_heads_are_not_called_broken(
-    name: str, target: Target, texts: Batch, tmp_path: Path
+    name: str,
+    target: Target,
+    texts: Batch,
+    tmp_path: Path,
 ) -> None:
     """From its folder, with what it has and what it has not."""
     few = select_answers(texts, 0, 2)

@@ -121,7 +121,10 @@ def test_a_whole_head_is_not_called_broken(exported: Path, serve: Serve) -> None
 
 @pytest.mark.slow
 def test_a_server_is_compared_on_its_own_prompts_and_depth(
-    exported: Path, target: Target, tmp_path: Path, serve: Serve
+    exported: Path,
+    target: Target,
+    tmp_path: Path,
+    serve: Serve,
 ) -> None:
     """Counters made of greedy decoding's own cycles are right, whatever training's validation says."""
     depth = 4
@@ -132,7 +135,13 @@ def test_a_server_is_compared_on_its_own_prompts_and_depth(
     chain = Budget(nodes=depth, depth=depth, top_k=1)
     accepted = []
     for prompt in render_prompts(target, questions):
-        trace = generate(target, head, prompt, budget=chain, max_new_tokens=NEW_TOKENS)
+        trace = generate(
+            target,
+            head,
+            prompt,
+            budget=chain,
+            max_new_tokens=NEW_TOKENS,
+        )
         # a cycle cut short by the answer's end is no cycle of four drafts
         accepted += [cycle.accepted for cycle in trace.cycles if cycle.nodes == depth]
     prefix = "vllm:spec_decode_num"
@@ -275,7 +284,9 @@ def test_vllm_is_read_and_compared(serve: Serve) -> None:
     ],
 )
 def test_as_many_positions_are_compared_as_both_have(
-    counts: ServerCounts, rates: list[float], sentence: str
+    counts: ServerCounts,
+    rates: list[float],
+    sentence: str,
 ) -> None:
     """A gauge has none: it is taken to draft as many as the export was measured with."""
     assert sentence in counts.compare(rates, "export")

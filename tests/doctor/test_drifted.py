@@ -136,7 +136,10 @@ def test_a_planted_drift_is_found(
 
 @pytest.mark.parametrize("is_idle", [True, False])
 def test_an_adapter_is_measured_over_its_base(
-    is_idle: bool, parrot: Any, files: dict[str, str], tmp_path: Path
+    is_idle: bool,
+    parrot: Any,
+    files: dict[str, str],
+    tmp_path: Path,
 ) -> None:
     """One without effect, and one of random weights."""
     peft = pytest.importorskip("peft", reason="peft is not installed")
@@ -155,7 +158,10 @@ def test_an_adapter_is_measured_over_its_base(
 
 
 def test_another_model_is_no_fine_tune(
-    parrot: Any, mixing_target: Target, files: dict[str, str], tmp_path: Path
+    parrot: Any,
+    mixing_target: Target,
+    files: dict[str, str],
+    tmp_path: Path,
 ) -> None:
     """One with fewer layers, and one with more tokens; a server knows one target alone."""
     head, base, prompts = files.values()

@@ -66,6 +66,14 @@ SECTIONS: dict[str, dict[str, Any]] = {
         "selector_rank": 8,
         "taps": (1, 2),
     },
+    "lilicorr": {
+        "kind": "lilicorr",
+        "blocks": 1,
+        "slots": 4,
+        "hidden_size": 16,
+        "factor_dim": 16,
+        "taps": (1, 2),
+    },
     "mtp": {"kind": "mtp", "start": "random"},
     "medusa": {"kind": "medusa", "levels": 3},
 }
@@ -236,7 +244,11 @@ FAULTS: list[tuple[str, Edit, str]] = [
 
 @pytest.mark.parametrize(("name", "edit", "fault"), FAULTS)
 def test_a_fault_is_undone_by_the_probe_that_names_it(
-    name: str, edit: Edit, fault: str, target: Target, texts: Batch
+    name: str,
+    edit: Edit,
+    fault: str,
+    target: Target,
+    texts: Batch,
 ) -> None:
     """One probe gives exactly the whole head's logits back, and no other has its words."""
     head = random_head(name, target, texts)
@@ -289,7 +301,11 @@ def test_a_removed_branch_adds_nothing(target: Target, texts: Batch) -> None:
     [(1.0, False), (2.0, True)],
 )
 def test_the_embedding_of_the_folder_is_examined(
-    scale: float, is_own: bool, target: Target, texts: Batch, tmp_path: Path
+    scale: float,
+    is_own: bool,
+    target: Target,
+    texts: Batch,
+    tmp_path: Path,
 ) -> None:
     """Another one than the target's is a fault that is named."""
     head = random_head("eagle3", target, texts)
@@ -416,7 +432,9 @@ def test_a_cause_is_named_only_where_undoing_it_helps() -> None:
     ],
 )
 def test_a_large_gain_in_sampled_drafts_needs_less_of_greedy_ones(
-    sampled: Gain, greedy: Gain, is_sure: bool
+    sampled: Gain,
+    greedy: Gain,
+    is_sure: bool,
 ) -> None:
     """Greedy drafts of a head that is sure of its tokens hide a fault that halves its sampled ones."""
     effect = make_effect("projections", 0.8, 0.85, sampled=sampled, greedy=greedy)

@@ -53,7 +53,9 @@ def vocab_file(mixing_target: Target, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(params=BORROWING, scope="module")
 def head_folder(
-    request: pytest.FixtureRequest, mixing_target: Target, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    mixing_target: Target,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Path]:
     """A saved head of each kind."""
     folder = tmp_path_factory.mktemp(request.param)
@@ -72,7 +74,10 @@ def drafted_tokens(trace: Any) -> set[int]:
 
 @pytest.mark.parametrize("way", SAMPLINGS)
 def test_drafts_are_of_the_vocabulary_and_output_is_lossless(
-    way: str, head_folder: Path, mixing_target: Target, vocab_file: Path
+    way: str,
+    head_folder: Path,
+    mixing_target: Target,
+    vocab_file: Path,
 ) -> None:
     """Greedy and with noise by position, plain decoding gives the same tokens; sampled drafts have a law of theirs."""
     sampling, draw = SAMPLINGS[way]
@@ -89,12 +94,19 @@ def test_drafts_are_of_the_vocabulary_and_output_is_lossless(
     assert drafted
     assert drafted <= allowed
     if draw != "sampled":
-        plain = generate(mixing_target, load_drafter("none", mixing_target), prompt, **options)
+        plain = generate(
+            mixing_target,
+            load_drafter("none", mixing_target),
+            prompt,
+            **options,
+        )
         assert trace.tokens == plain.tokens
 
 
 def test_logits_are_those_of_the_whole_head(
-    head_folder: Path, mixing_target: Target, vocab_file: Path
+    head_folder: Path,
+    mixing_target: Target,
+    vocab_file: Path,
 ) -> None:
     """A narrowed head computes the same numbers, of fewer tokens."""
     whole = load_drafter(head_folder, mixing_target)
@@ -111,14 +123,22 @@ def test_logits_are_those_of_the_whole_head(
 
 
 def test_a_head_without_the_mapping_is_seen(
-    mixing_target: Target, vocab_file: Path, tmp_path: Path
+    mixing_target: Target,
+    vocab_file: Path,
+    tmp_path: Path,
 ) -> None:
     """Planted: rows of the small matrix taken for token ids leave the vocabulary."""
     save_pretrained(make_head("eagle1", mixing_target), tmp_path)
     drafter = load_drafter(tmp_path, mixing_target, draft_vocab=str(vocab_file))
     assert isinstance(drafter, TrainableDrafter)
     drafter.drafts = None
-    trace = generate(mixing_target, drafter, [5, 6, 7], max_new_tokens=24, budget=Budget(8, 3, 3))
+    trace = generate(
+        mixing_target,
+        drafter,
+        [5, 6, 7],
+        max_new_tokens=24,
+        budget=Budget(8, 3, 3),
+    )
     assert not drafted_tokens(trace) <= set(range(0, mixing_target.vocab_size, 3))
 
 
@@ -134,7 +154,11 @@ def narrow_folder(mixing_target: Target, tmp_path: Path) -> Path:
 def test_a_head_drafts_what_it_was_trained_on(mixing_target: Target, narrow_folder: Path) -> None:
     """Without an option; with "all" it drafts other tokens, too, and the output is the same."""
     trained = set(range(0, mixing_target.vocab_size, 3))
-    options: dict[str, Any] = {"budget": Budget(8, 3, 3), "max_new_tokens": 24, "stop": []}
+    options: dict[str, Any] = {
+        "budget": Budget(8, 3, 3),
+        "max_new_tokens": 24,
+        "stop": [],
+    }
     traces = {}
     for choice in (None, "all"):
         drafter = load_drafter(narrow_folder, mixing_target, draft_vocab=choice)
@@ -167,14 +191,22 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_restricted_is_refused(
-    case: str, mixing_target: Target, vocab_file: Path, tmp_path: Path
+    case: str,
+    mixing_target: Target,
+    vocab_file: Path,
+    tmp_path: Path,
 ) -> None:
     """Each with what to do instead."""
     kind, fault, keyword = REFUSED[case]
     path = vocab_file
     if "size" in fault:
         path = tmp_path / "other.safetensors"
-        save_draft_vocab(path, torch.ones(fault["size"], dtype=torch.long), size=10, identity={})
+        save_draft_vocab(
+            path,
+            torch.ones(fault["size"], dtype=torch.long),
+            size=10,
+            identity={},
+        )
     if "absent" in fault:
         path = tmp_path / "absent.safetensors"
     head = make_head(kind, mixing_target).bind(mixing_target.head)
@@ -183,10 +215,17 @@ def test_what_cannot_be_restricted_is_refused(
 
 
 def test_all_tokens_are_refused_for_a_head_that_cannot_draft_them(
-    mixing_target: Target, vocab_file: Path, tmp_path: Path
+    mixing_target: Target,
+    vocab_file: Path,
+    tmp_path: Path,
 ) -> None:
     """Its own LM head has rows for its draft vocabulary alone."""
-    head = make_head("eagle3", mixing_target, draft_vocab=str(vocab_file), taps=[0])
+    head = make_head(
+        "eagle3",
+        mixing_target,
+        draft_vocab=str(vocab_file),
+        taps=[0],
+    )
     save_pretrained(head, tmp_path)
     with pytest.raises(ValueError, match="was trained with a draft vocabulary of"):
         load_drafter(tmp_path, mixing_target, draft_vocab="all")

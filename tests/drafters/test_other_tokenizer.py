@@ -59,7 +59,9 @@ def renumber(folder: Path, out: Path, kept: list[int]) -> Path:
 
 @pytest.fixture(scope="module")
 def renumbered(
-    mixing_target_dir: Path, mixing_target: Target, tmp_path_factory: pytest.TempPathFactory
+    mixing_target_dir: Path,
+    mixing_target: Target,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
     """The target itself under other token ids."""
     order = torch.randperm(mixing_target.vocab_size, generator=torch.Generator().manual_seed(0))
@@ -68,7 +70,9 @@ def renumbered(
 
 @pytest.fixture(scope="module")
 def smaller(
-    tiny_target_dir: Path, tiny_target: Target, tmp_path_factory: pytest.TempPathFactory
+    tiny_target_dir: Path,
+    tiny_target: Target,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
     """The trained target without a third of its tokens, those of one byte and special ones not among them."""
     by_id = contents(tiny_target.tokenizer)
@@ -87,10 +91,16 @@ def smaller(
 
 
 def test_a_model_with_renumbered_tokens_drafts_what_the_model_drafts(
-    mixing_target: Target, mixing_target_dir: Path, renumbered: Path
+    mixing_target: Target,
+    mixing_target_dir: Path,
+    renumbered: Path,
 ) -> None:
     """Tree by tree: with its own ids and with others it is the same model, and all of a chain is accepted."""
-    options: dict[str, Any] = {"max_new_tokens": 24, "stop": [], "budget": Budget(12, 4, 3)}
+    options: dict[str, Any] = {
+        "max_new_tokens": 24,
+        "stop": [],
+        "budget": Budget(12, 4, 3),
+    }
     traces = [
         generate(mixing_target, load_drafter(folder, mixing_target), PROMPT, **options)
         for folder in (mixing_target_dir, renumbered)
@@ -113,13 +123,20 @@ MODES = {
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_smaller_vocabulary_is_lossless(
-    mode: str, tiny_target: Target, smaller: Path, capsys: pytest.CaptureFixture[str]
+    mode: str,
+    tiny_target: Target,
+    smaller: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Drafted tokens are shared ones, several are accepted, and the output is the target's own."""
     sampling, draw = MODES[mode]
     drafter: Any = load_drafter(smaller, tiny_target)
     assert "tokens that both have" in capsys.readouterr().err
-    options: dict[str, Any] = {"max_new_tokens": 40, "stop": [], "sampling": sampling}
+    options: dict[str, Any] = {
+        "max_new_tokens": 40,
+        "stop": [],
+        "sampling": sampling,
+    }
     budget = Budget.fixed(chain_paths(3), draw)
     trace = generate(tiny_target, drafter, PROMPT, budget=budget, **options)
     shared = {*drafter.shared.drafts.tolist()}
@@ -129,7 +146,12 @@ def test_a_smaller_vocabulary_is_lossless(
     assert not {*trace.tokens} <= shared
     assert trace.acceptance_length > 1.05
     if draw == "noise":
-        plain = generate(tiny_target, load_drafter("none", tiny_target), PROMPT, **options)
+        plain = generate(
+            tiny_target,
+            load_drafter("none", tiny_target),
+            PROMPT,
+            **options,
+        )
         assert trace.tokens == plain.tokens
 
 
@@ -144,7 +166,9 @@ def test_tokens_are_read_as_the_bytes_they_stand_for(tiny_target: Target, smalle
 
 
 def test_a_wrong_position_is_seen(
-    tiny_target: Target, smaller: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_target: Target,
+    smaller: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Planted: noise of another position ranks the drafts, and fewer are kept."""
     options: dict[str, Any] = {

@@ -113,7 +113,13 @@ def compare_engine(
         if family is None:
             export(drafter, target.config, engine, f"{folder}/head")
         else:
-            write_model(drafter, target.config, job.target, family, Path(folder) / "head")
+            write_model(
+                drafter,
+                target.config,
+                job.target,
+                family,
+                Path(folder) / "head",
+            )
 
         if spoil is not None:
             spoil(Path(folder) / "head")
@@ -136,7 +142,12 @@ def compare_engine(
 
 
 def run_engine(
-    job: Job, engine: str, environment: Path, target: Target, work: Path, folder: Path
+    job: Job,
+    engine: str,
+    environment: Path,
+    target: Target,
+    work: Path,
+    folder: Path,
 ) -> dict[str, Any]:
     """Run the engine on the head that was exported to `folder`, and return version, answers and stop tokens."""
     values = {
@@ -169,7 +180,11 @@ def run_engine(
 
 
 def row_of(
-    comparison: Comparison, job: Job, head: Path, engine: str, family: str | None = None
+    comparison: Comparison,
+    job: Job,
+    head: Path,
+    engine: str,
+    family: str | None = None,
 ) -> dict[str, Any]:
     """Return a row of the result file."""
     text, counts = comparison.same

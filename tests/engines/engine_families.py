@@ -130,7 +130,11 @@ FAMILIES = {
 
 
 def write_model(
-    drafter: TrainableDrafter, target_config: Any, target: Path, family: str, out: Path
+    drafter: TrainableDrafter,
+    target_config: Any,
+    target: Path,
+    family: str,
+    out: Path,
 ) -> None:
     """Write the target in a folder and its head to another folder, as that family's checkpoints are."""
     source = target_config.to_dict()

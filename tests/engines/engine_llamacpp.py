@@ -92,7 +92,9 @@ def read_kind(head: str) -> str:
 
 
 def answer(
-    job: dict[str, Any], models: Sequence[str | Path], text: str
+    job: dict[str, Any],
+    models: Sequence[str | Path],
+    text: str,
 ) -> tuple[dict[str, Any], list[int]]:
     """Return a row of drafts, acceptances and the last token of each step, and the tokens that end an answer."""
     # one draft further than wanted: near its limit this engine drafts less
@@ -121,7 +123,11 @@ def answer(
         length += step[0] + 1
 
     places = [sum(accepted > i for accepted, *_ in counted) for i in range(depth)]
-    row = {"drafts": len(counted), "accepted": places, "own": [token for *_, token in counted]}
+    row = {
+        "drafts": len(counted),
+        "accepted": places,
+        "own": [token for *_, token in counted],
+    }
     return row, sorted({int(token) for token in ENDS.findall(output)})
 
 
@@ -136,7 +142,13 @@ def answers(job: dict[str, Any]) -> dict[str, Any]:
     else:
         file = Path(job["work"]) / f"target-{job['dtype']}.gguf"
         target = convert(job["target"], file, job["dtype"])
-        convert(job["head"], head, job["dtype"], "--target-model-dir", job["target"])
+        convert(
+            job["head"],
+            head,
+            job["dtype"],
+            "--target-model-dir",
+            job["target"],
+        )
         models = ("-m", target, "-md", head)
 
     rows: list[dict[str, Any]] = []

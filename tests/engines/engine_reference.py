@@ -88,11 +88,19 @@ def blank_first_token(drafter: Any, target: Target) -> None:
     read = drafter.first_block
 
     def first_block(
-        embedded: Tensor, hidden: Tensor, rotary: tuple[Tensor, Tensor], *more: Any
+        embedded: Tensor,
+        hidden: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        *more: Any,
     ) -> Tensor:
         # position 0 has no rotation: all its sines are zero
         is_first = (rotary[1] == 0).all(-1, keepdim=True)
-        states: Tensor = read(embedded.masked_fill(is_first, 0), hidden, rotary, *more)
+        states: Tensor = read(
+            embedded.masked_fill(is_first, 0),
+            hidden,
+            rotary,
+            *more,
+        )
         return states
 
     drafter.first_block = first_block
@@ -198,4 +206,8 @@ def sum_rows(rows: list[Row]) -> Row:
     """Return sums over the prompts, and the acceptance length."""
     drafts = sum(row["drafts"] for row in rows)
     accepted = [sum(place) for place in zip(*(row["accepted"] for row in rows), strict=True)]
-    return {"drafts": drafts, "accepted": accepted, "tau": 1 + sum(accepted) / drafts}
+    return {
+        "drafts": drafts,
+        "accepted": accepted,
+        "tau": 1 + sum(accepted) / drafts,
+    }

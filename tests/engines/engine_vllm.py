@@ -144,14 +144,22 @@ def answers(job: dict[str, Any]) -> dict[str, Any]:
         drafts, accepted = read_counts(llm)
         gained = [now - then for now, then in zip(accepted, accepted_before, strict=True)]
         tokens = list(answer.outputs[0].token_ids)
-        row = {"tokens": tokens, "drafts": drafts - before, "accepted": gained}
+        row = {
+            "tokens": tokens,
+            "drafts": drafts - before,
+            "accepted": gained,
+        }
         if isinstance(prompt, dict):
             # a text, which the engine has tokenized
             row["prompt"] = list(answer.prompt_token_ids)
 
         rows.append(row)
 
-    return {"version": vllm.__version__, "reads": READS.get(architecture, ()), "answers": rows}
+    return {
+        "version": vllm.__version__,
+        "reads": READS.get(architecture, ()),
+        "answers": rows,
+    }
 
 
 if __name__ == "__main__":

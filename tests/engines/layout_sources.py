@@ -143,7 +143,9 @@ def find_reader(names: Iterable[str], sources: dict[str, str]) -> tuple[str, str
 
 
 def compare_layout(
-    layout: Layout, sources: dict[str, str], read: set[str]
+    layout: Layout,
+    sources: dict[str, str],
+    read: set[str],
 ) -> tuple[str, int, list[str]]:
     """Return the class that reads a layout, how many names it has, and those that neither sources nor `read` hold."""
     names = set()
@@ -206,7 +208,15 @@ def main(argv: list[str]) -> None:
             is_past = until and version != "a checkout" and Version(version) > Version(until)
             ended = until if is_past else ""
             reader, words, missing = compare_layout(layout, files, known)
-            reading = Reading(engine, version, method, reader, words, missing, ended)
+            reading = Reading(
+                engine,
+                version,
+                method,
+                reader,
+                words,
+                missing,
+                ended,
+            )
             rows.append(reading._asdict())
             is_whole &= bool(ended or (reader and not missing))
 

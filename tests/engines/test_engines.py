@@ -37,7 +37,11 @@ from tests.engines.engine_reference import (
 from tests.engines.engine_vllm import check_version
 
 TINY = Path(__file__).parents[2] / "runs/tiny"
-WHERE = {"vllm": "EAGLE_VLLM", "openvino": "EAGLE_OPENVINO", "llamacpp": "EAGLE_LLAMACPP"}
+WHERE = {
+    "vllm": "EAGLE_VLLM",
+    "openvino": "EAGLE_OPENVINO",
+    "llamacpp": "EAGLE_LLAMACPP",
+}
 HEADS = {
     "vllm": ["eagle1", "hass", "eagle3-full", "eagle3", "eagle3.1", "eagle3-normed", "medusa"],
     "openvino": ["eagle3-full", "eagle3"],
@@ -67,7 +71,13 @@ TREE = Budget(10, 4, 4)
 COUNT = 48
 
 # acceptance lengths that show that a head has learned; of other heads 2
-LEAST = {"medusa": 1.4, "peagle": 1.4, "dflash": 1.4, "dflash2": 1.4, "dspark": 1.4}
+LEAST = {
+    "medusa": 1.4,
+    "peagle": 1.4,
+    "dflash": 1.4,
+    "dflash2": 1.4,
+    "dspark": 1.4,
+}
 
 Prove = Callable[..., Comparison]
 Spoil = Callable[[dict[str, Any], dict[str, torch.Tensor]], object]
@@ -119,7 +129,11 @@ def prove(work: Path, target: Target) -> Prove:
 @pytest.mark.engine
 @pytest.mark.parametrize(("engine", "head", "depth", "family"), CASES)
 def test_an_engine_accepts_what_this_decoder_accepts(
-    engine: str, head: str, depth: int, family: str | None, prove: Prove
+    engine: str,
+    head: str,
+    depth: int,
+    family: str | None,
+    prove: Prove,
 ) -> None:
     """Text, drafts and acceptances at every position are equal in every answer, and many drafts are accepted."""
     comparison = prove(engine, head, Budget(depth, depth, 1), family=family)
@@ -205,10 +219,19 @@ def rewrite(head: Path, fault: Spoil) -> None:
     ],
 )
 def test_a_faulty_export_is_seen_by_acceptance_alone(
-    engine: str, head: str, fault: Spoil, family: str | None, prove: Prove
+    engine: str,
+    head: str,
+    fault: Spoil,
+    family: str | None,
+    prove: Prove,
 ) -> None:
     """The engine loads the head without an error and answers rightly; only the counts differ."""
-    comparison = prove(engine, head, spoil=lambda path: rewrite(path, fault), family=family)
+    comparison = prove(
+        engine,
+        head,
+        spoil=lambda path: rewrite(path, fault),
+        family=family,
+    )
     for theirs, ours in zip(comparison.theirs, comparison.ours, strict=True):
         assert theirs.get("tokens", ours["tokens"]) == ours["tokens"]
 
@@ -270,7 +293,12 @@ def test_a_draft_after_the_prompt_is_one_after_a_first_token(tiny_target: Target
     assert plain["accepted"][2] > 0
 
     stop = plain["own"][1]
-    short = decode_one(tiny_target, longer, 35, Rule(from_prompt=True, stops=[stop]))
+    short = decode_one(
+        tiny_target,
+        longer,
+        35,
+        Rule(from_prompt=True, stops=[stop]),
+    )
     assert short["own"] == [*plain["own"][: plain["own"].index(stop)], stop]
 
 
@@ -301,7 +329,10 @@ def new_mtp(target: Target) -> Any:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_of_a_family_holds_target_and_head(
-    family: str, tiny_target: Target, tiny_target_dir: Path, tmp_path: Path
+    family: str,
+    tiny_target: Target,
+    tiny_target_dir: Path,
+    tmp_path: Path,
 ) -> None:
     """Every tensor of the target and of the layer is there, or twice, as two equal experts."""
     source = tiny_target_dir / "target"

@@ -37,7 +37,12 @@ def make_answer(drafter: str, conversation: int, most: int) -> Answer:
     written = 1
     while written < 200:
         committed = min(generator.randint(1, most), 200 - written)
-        cycle = {"nodes": 2, "depth": 2, "accepted": committed - 1, "committed": committed}
+        cycle = {
+            "nodes": 2,
+            "depth": 2,
+            "accepted": committed - 1,
+            "committed": committed,
+        }
         cycles.append({**cycle, "context": prompt + written - 1})
         written += committed
 
@@ -95,7 +100,9 @@ def lengths_of(buckets: Buckets, group: Group) -> dict[str, float]:
 
 @pytest.mark.parametrize(("before", "buckets"), [("context", CONTEXT), ("written", WRITTEN)])
 def test_cycles_are_counted_by_what_stood_before(
-    before: str, buckets: Buckets, answers: list[Answer]
+    before: str,
+    buckets: Buckets,
+    answers: list[Answer],
 ) -> None:
     """Every range has the tokens per cycle of a plain loop; two planted faults do not."""
     group = group_of(answers)

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
-import time
 from collections import defaultdict
 from dataclasses import replace
 from itertools import product
@@ -179,7 +176,9 @@ def test_equal_time_is_within_a_step(values: dict[str, Any], tmp_path: Path) -> 
 
 
 def test_a_changed_arm_alone_is_trained_again(
-    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    values: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Arms that start from it are trained again too."""
     trained: list[tuple[str, int]] = []
@@ -270,7 +269,9 @@ def read_greedy(comparison: Comparison) -> tuple[dict[str, Any], dict[str, Any]]
 
 
 def test_the_table_by_context_against_plain_counting(
-    comparison: Comparison, table: ComparisonTable, monkeypatch: pytest.MonkeyPatch
+    comparison: Comparison,
+    table: ComparisonTable,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An answer counts where its middle lies; planted fault: short and long answers change places."""
     answers, rows = read_greedy(comparison)
@@ -322,37 +323,3 @@ def test_what_is_missing_is_prepared(values: dict[str, Any], tmp_path: Path) -> 
     useless = written(values, tmp_path, prepare={str(tmp_path / "other"): "-c pass"})
     with pytest.raises(ValueError, match="other is still missing after `python -c pass`"):
         compare.prepare(Comparison.load(useless))
-
-
-def without_seconds(folder: Path) -> list[Any]:
-    """Return the figures of a comparison but for times."""
-    figures = json.loads((folder / "comparison.json").read_text())
-    for one in figures["arms"]:
-        del one["seconds"]
-    return [figures["arms"], figures["pairs"]]
-
-
-@pytest.mark.slow
-def test_a_killed_comparison_ends_in_the_same_table(values: dict[str, Any], tmp_path: Path) -> None:
-    """Killed once while a head is trained and once while arms are measured, only times differ."""
-    out = tmp_path / "out"
-    command = [sys.executable, "-m", "eval.compare", written(values, tmp_path, out=str(out))]
-    results = out / "results.jsonl"
-
-    def is_training() -> bool:
-        return any(out.glob("runs/head-1-*/checkpoints/step-[12]"))
-
-    def is_measuring() -> bool:
-        return results.exists() and b'{"done"' in results.read_bytes()
-
-    for is_time in (is_training, is_measuring):
-        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as run:
-            while not is_time():
-                assert run.poll() is None
-                time.sleep(0.002)
-
-            run.kill()
-
-    subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
-
-    assert without_seconds(out) == without_seconds(Path(values["out"]))

@@ -34,7 +34,13 @@ BUDGETS = [
 ]
 
 # a row of the target costs 1, one of the head's first forward 1e-3, of a level 1e-6: a sum shows how many of each
-COUNTING = Costs((0,), (1, 2), ((1.0, 2.0),), first=((1e-3, 2e-3),), level=((1e-6, 2e-6),))
+COUNTING = Costs(
+    (0,),
+    (1, 2),
+    ((1.0, 2.0),),
+    first=((1e-3, 2e-3),),
+    level=((1e-6, 2e-6),),
+)
 TARGET_ALONE = replace(COUNTING, first=None, level=None)
 
 
@@ -96,7 +102,11 @@ def rows(target: Target, head: Eagle1) -> Iterator[Rows]:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("budget", BUDGETS, ids=name_budget)
 def test_modelled_time_charges_what_was_read(
-    target: Target, head: Eagle1, rows: Rows, budget: Budget, temperature: float
+    target: Target,
+    head: Eagle1,
+    rows: Rows,
+    budget: Budget,
+    temperature: float,
 ) -> None:
     """The recorded cycles alone give the rows that were counted while decoding; prefill is not charged."""
     trace = generate(
@@ -157,7 +167,14 @@ def test_recorded_seconds_are_charged_where_a_draft_was_asked_for() -> None:
 def test_a_results_file_tells_what_a_draft_left_unread() -> None:
     """A drafter that reads its root alone is charged for that, which only the file knows."""
     table = ((1.0, 4.0),)
-    costs = Costs((0,), (1, 4), table, first=table, level=table, forwards=((), (), (1,)))
+    costs = Costs(
+        (0,),
+        (1, 4),
+        table,
+        first=table,
+        level=table,
+        forwards=((), (), (1,)),
+    )
     told = replace(costs, unread=((1,), (1, 1), (1, 1, 1)))
     cycles = []
     for context in (9, 12, 15):
@@ -210,7 +227,10 @@ def test_costs_of_batches_lie_between_those_measured() -> None:
 
 @pytest.mark.parametrize(("size", "scored"), [(1, 1), (5, 1), (5, 5)])
 def test_a_bare_draft_is_the_heads_forward(
-    target: Target, head: Eagle1, size: int, scored: int
+    target: Target,
+    head: Eagle1,
+    size: int,
+    scored: int,
 ) -> None:
     """The timed forward gives the logits of one causal pass over the whole sequence, however often it runs."""
     run = head.probe(11, size, scored)

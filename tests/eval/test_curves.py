@@ -30,7 +30,11 @@ COUNTS = [200, 400, 800]
 def values(tiny_target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Two curves of three counts, and a method without weights."""
     values = small_comparison(tiny_target_dir, tmp_path_factory.mktemp("curves"))
-    values["recipe"]["train"] |= {"warmup": 1, "schedule": "linear", "lr": 3e-3}
+    values["recipe"]["train"] |= {
+        "warmup": 1,
+        "schedule": "linear",
+        "lr": 3e-3,
+    }
     values["shapes"].pop("drawn")
     return {
         **values,
@@ -61,7 +65,9 @@ def read_head(comparison: Comparison, name: str) -> bytes:
 
 @pytest.mark.slow
 def test_each_head_is_that_of_a_run_made_for_its_count(
-    done: Comparison, values: dict[str, Any], tmp_path: Path
+    done: Comparison,
+    values: dict[str, Any],
+    tmp_path: Path,
 ) -> None:
     """Heads agree bit by bit; of the shared training states only the last is left."""
     alone = {**values, "arms": {"eagle1": {}}, "compare": None}
@@ -117,7 +123,10 @@ def test_the_report_has_points_pairs_and_a_figure(done: Comparison) -> None:
     ],
 )
 def test_what_is_no_curve_is_refused(
-    changes: dict[str, Any], words: str, values: dict[str, Any], tmp_path: Path
+    changes: dict[str, Any],
+    words: str,
+    values: dict[str, Any],
+    tmp_path: Path,
 ) -> None:
     """Warmups must be counted in steps, and curves begin with new heads."""
     arms: dict[str, Any] = {"eagle1": {}}

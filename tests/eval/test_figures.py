@@ -101,7 +101,12 @@ def test_labels_do_not_collide(case: str) -> None:
 
 def test_marks_stand_at_their_values() -> None:
     """A mark's percentage is its share of the axis; its interval ends at the interval's values."""
-    figure = draw_dots("t", [("a", [(1, Estimate(2, 1, 3))])], Scale(0, 4), reference=1)
+    figure = draw_dots(
+        "t",
+        [("a", [(1, Estimate(2, 1, 3))])],
+        Scale(0, 4),
+        reference=1,
+    )
     drawing = ElementTree.fromstring(figure)
     marks = [mark.attrib["x"] for mark in drawing.iter("svg") if "x" in mark.attrib]
     [whisker] = [line for line in drawing.iter("line") if line.attrib["class"] == "whisker"]

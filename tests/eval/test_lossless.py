@@ -103,11 +103,22 @@ def decode_own(
     truth: Truth = "steps",
 ) -> ModelAnswer:
     """Return the untouched model's own answer, greedy and of a fixed length by default."""
-    return decode_untouched(model, choose, prompt, stop=stop, count=count, truth=truth)
+    return decode_untouched(
+        model,
+        choose,
+        prompt,
+        stop=stop,
+        count=count,
+        truth=truth,
+    )
 
 
 def find(
-    model: Any, own: ModelAnswer, drafted: list[int], key: Key = KEY, steps_differ: bool = False
+    model: Any,
+    own: ModelAnswer,
+    drafted: list[int],
+    key: Key = KEY,
+    steps_differ: bool = False,
 ) -> Divergence:
     """Return the first difference of drafted tokens, which there is."""
     decoder = SimpleNamespace(decode=str)
@@ -128,7 +139,11 @@ def test_the_reference_is_the_stock_models_own_decoding(model: Any, tiny_target:
     """Greedily it is transformers' `generate`; sampled, an uncached loop over transformers' own warper."""
     prompt = tiny_target.chat("What does copy do?")
     ids = torch.tensor([prompt])
-    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 24, "do_sample": False}
+    options = {
+        "attention_mask": torch.ones_like(ids),
+        "max_new_tokens": 24,
+        "do_sample": False,
+    }
     expected = model.generate(ids, **options)[0, len(prompt) :].tolist()
     own = decode_own(model, prompt, 24, stop=tiny_target.stop_tokens)
 
@@ -152,7 +167,9 @@ def test_the_reference_is_the_stock_models_own_decoding(model: Any, tiny_target:
 
 
 def test_equal_output_is_certified(
-    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """All drafters pass at T = 0 and 1 over all turns; a prompt without room is counted."""
     # the long prompt is left out of all six verdicts
@@ -185,7 +202,9 @@ def test_equal_output_is_certified(
 
 @pytest.mark.slow
 def test_batches_are_certified(
-    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Batch sizes come from the recipe or the command line, which counts first."""
     main([*command, "eval.batch_size=[1, 3]"])
@@ -293,7 +312,9 @@ def test_a_planted_fault_is_named(
 
 @pytest.mark.parametrize("temperature", [0.0, 0.5])
 def test_the_gap_is_the_models_own_preference(
-    model: Any, tiny_target: Target, temperature: float
+    model: Any,
+    tiny_target: Target,
+    temperature: float,
 ) -> None:
     """The gap at the first difference is that of an uncached forward, with the noise in units of plain logits."""
     prompt = tiny_target.chat("What does chain do?")
@@ -318,7 +339,13 @@ def test_the_gap_is_the_models_own_preference(
     assert found.gap > 0
     assert not found.is_rounding
 
-    same = find_divergence(model, tiny_target.tokenizer, key, answer=own, drafted=list(own.tokens))
+    same = find_divergence(
+        model,
+        tiny_target.tokenizer,
+        key,
+        answer=own,
+        drafted=list(own.tokens),
+    )
     assert same is None
 
 
@@ -367,7 +394,12 @@ def test_a_model_that_differs_from_itself_is_told_from_a_fault() -> None:
     target = Target(copy.deepcopy(model))
     prompt = random_tokens(9, seed=4)
     ids = torch.tensor([prompt])
-    generated = model.generate(ids, max_new_tokens=24, do_sample=False, eos_token_id=None)
+    generated = model.generate(
+        ids,
+        max_new_tokens=24,
+        do_sample=False,
+        eos_token_id=None,
+    )
     steps = decode_own(model, prompt, 24)
     whole = decode_own(model, prompt, 24, truth="whole texts")
     drafter = RandomTrees(steps.tokens)
@@ -381,7 +413,13 @@ def test_a_model_that_differs_from_itself_is_told_from_a_fault() -> None:
     wrong = [*drafted[:-1], drafted[-1] ^ 1]
     for tokens, is_own in ((drafted, True), (wrong, False)):
         found = find(model, whole, tokens, steps_differ=True)
-        compared = _compare_steps(target, model, found, answer=whole, drafted=tokens)
+        compared = _compare_steps(
+            target,
+            model,
+            found,
+            answer=whole,
+            drafted=tokens,
+        )
         assert compared.is_models_own == is_own
 
     wrong = [*drafted[:5], drafted[5] ^ 1, *drafted[6:]]

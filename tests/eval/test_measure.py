@@ -39,7 +39,11 @@ QUESTIONS = [
     {"question_id": 2, "category": "once", "turns": ["What does chain do?"]},
     {"question_id": 3, "category": "once", "turns": ["What does accumulate do?"]},
 ]
-DRAFTERS = {"ngram": {"head": "ngram"}, "tree": {}, "chain": {"budget": {"paths": chain_paths(3)}}}
+DRAFTERS = {
+    "ngram": {"head": "ngram"},
+    "tree": {},
+    "chain": {"budget": {"paths": chain_paths(3)}},
+}
 SHAPE = ("nodes", "depth", "accepted", "committed", "context")
 
 # columns that depend on the machine's speed
@@ -253,7 +257,9 @@ def machines_of(path: Path) -> list[str]:
 
 
 def test_a_resumed_run_keeps_its_threads(
-    small: Recipe, monkeypatch: pytest.MonkeyPatch, restored_threads: None
+    small: Recipe,
+    monkeypatch: pytest.MonkeyPatch,
+    restored_threads: None,
 ) -> None:
     """Their number is chosen once; later rows are measured with it, whatever would be chosen now."""
     short = with_eval(small, temperatures=[0], max_new_tokens=2)
@@ -327,10 +333,16 @@ def test_the_second_turn_follows_the_answer_of_plain_decoding(
 
 
 def test_prompts_without_room_are_counted(
-    small: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    small: Recipe,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The output names their number by set; if no prompt fits, that is an error."""
-    long = {"question_id": 9, "category": "once", "turns": ["copy " * 3000]}
+    long = {
+        "question_id": 9,
+        "category": "once",
+        "turns": ["copy " * 3000],
+    }
     write_lines(tmp_path / "asked.jsonl", [QUESTIONS[1], long])
     rows, _ = lines_of(measure_with(small, temperatures=[0]))
 
@@ -343,7 +355,9 @@ def test_prompts_without_room_are_counted(
 
 
 def test_budgets_come_from_the_drafter_the_head_or_the_recipe(
-    small: Recipe, target: Target, tmp_path: Path
+    small: Recipe,
+    target: Target,
+    tmp_path: Path,
 ) -> None:
     """A drafter's own section counts first, then keys that `eval` sets for all, then the head's budget."""
     default = Budget(8, 4, 4)
@@ -358,7 +372,12 @@ def test_budgets_come_from_the_drafter_the_head_or_the_recipe(
     assert load_drafters(with_eval(small, nodes=7), target)["tree"].budget == Budget(7, 4, 4)
 
     # decoding takes the head's budget where it is given none
-    trace = generate(target, drafters["tree"].drafter, target.chat("What?"), max_new_tokens=6)
+    trace = generate(
+        target,
+        drafters["tree"].drafter,
+        target.chat("What?"),
+        max_new_tokens=6,
+    )
     assert trace.cycles[0].nodes == 5
 
     with pytest.raises(ValueError, match="names `none`, which is measured always"):

@@ -65,7 +65,12 @@ def make_recipe(recipe: Recipe, target_dir: Path, folder: Path, **section: Any) 
     """Return a recipe with this section `eval`, over a target in fp64 and an untrained head."""
     torch.manual_seed(0)
     config = AutoConfig.from_pretrained(target_dir)
-    save_head(folder / "run/head", Eagle1.for_target(Eagle1.Settings(), config), "", {})
+    save_head(
+        folder / "run/head",
+        Eagle1.for_target(Eagle1.Settings(), config),
+        "",
+        {},
+    )
     values = {**recipe.model_dump(), "eval": section}
     values["target"] |= {"path": str(target_dir), "dtype": "float64"}
     values["train"] |= {"out": str(folder / "run")}
@@ -249,13 +254,22 @@ def test_a_policy_is_measured_beside_its_drafter(
     asked: list[tuple[int, Any]] = []
 
     def measure_costs(
-        target: Target, drafter: Any, prompts: list[list[int]], budget: Any, **more: Any
+        target: Target,
+        drafter: Any,
+        prompts: list[list[int]],
+        budget: Any,
+        **more: Any,
     ) -> OneLevel:
         asked.append((len(prompts), more["batch_sizes"]))
         return OneLevel(budget)
 
     monkeypatch.setattr(Goodput, "measure", measure_costs)
-    path = measure_with(small, batch_size=[1, 4], temperatures=[0], goodput_policy=True)
+    path = measure_with(
+        small,
+        batch_size=[1, 4],
+        temperatures=[0],
+        goodput_policy=True,
+    )
     rows, _ = lines_of(path)
 
     # a batch of four ends with two sequences, so that size is measured too
@@ -319,7 +333,9 @@ def test_a_fault_of_batches_is_not_identical(
 
     def rotated(state: TargetState, paths: Mapping[int, Sequence[int]]) -> None:
         rows = list(paths)
-        keep(state, dict(zip(rows, [paths[row] for row in rows[1:] + rows[:1]], strict=True)))
+        neighbours = rows[1:] + rows[:1]
+        wrong = {row: paths[other] for row, other in zip(rows, neighbours, strict=True)}
+        keep(state, wrong)
 
     monkeypatch.setattr(TargetState, "keep", rotated)
     # a path of another tree may also be out of range
@@ -384,7 +400,13 @@ def count_lines(path: Path) -> int:
 def test_kills_lose_and_double_nothing(small: Recipe, tmp_path: Path) -> None:
     """Killed five times at random moments, a run of batches has each row once, each as if never killed."""
     prompts = {"few": ask(tmp_path, 40)}
-    recipe = with_eval(small, prompts=prompts, count=40, batch_size=16, max_new_tokens=24)
+    recipe = with_eval(
+        small,
+        prompts=prompts,
+        count=40,
+        batch_size=16,
+        max_new_tokens=24,
+    )
     path = tmp_path / "run/results.jsonl"
     chance = random.Random(0)
     for _ in range(5):

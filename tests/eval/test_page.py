@@ -122,7 +122,11 @@ def add_batch_sizes(results: Path, path: Path, *sizes: int) -> Path:
         for i, row in enumerate(alone[1:]):
             gain = size if row["drafter"] == "none" else size**0.5
             seconds = row["seconds"] / gain
-            in_batch = {"batch_size": size, "seconds": seconds, "latency": row["seconds"] * 2}
+            in_batch = {
+                "batch_size": size,
+                "seconds": seconds,
+                "latency": row["seconds"] * 2,
+            }
             sums = {
                 **row,
                 **in_batch,
@@ -215,7 +219,12 @@ def write_few(out: Path, drafters: list[str], conversations: int, **changed: Any
 def test_no_section_is_empty_or_a_single_point(tmp_path: Path) -> None:
     """One drafter, one conversation, or nothing accepted: what would be a point or nothing is left out by name."""
     path = tmp_path / "results.jsonl"
-    nothing = {"accepted": 0, "committed": 1, "path": [], "confidence": [[1.0, False]]}
+    nothing = {
+        "accepted": 0,
+        "committed": 1,
+        "path": [],
+        "confidence": [[1.0, False]],
+    }
     both = ["ngram", "eagle1"]
     # sections that are left out, drafters, conversations, fields of the cycles
     cases: list[tuple[set[str], list[str], int, dict[str, Any]]] = [
@@ -290,7 +299,11 @@ def test_a_hostile_generation_stays_text(parsed: Parsed) -> None:
 def write_named(folder: Path, name: str) -> Path:
     """Write results and a certificate in which everything that has a name has this one."""
     # keys of the header are names too
-    header: dict[str, Any] = {"target": name, "machine": name, name: {name: name}}
+    header: dict[str, Any] = {
+        "target": name,
+        "machine": name,
+        name: {name: name},
+    }
     path = write(folder / "results.jsonl", ["eagle1"], (1.0,), **header)
     lines = read_lines(path)
     for line in lines[1:]:
@@ -419,7 +432,13 @@ def test_rates_by_position_give_the_measured_length(groups: Groups) -> None:
 def test_a_cycle_that_drafts_nothing_is_one_token(groups: Groups) -> None:
     """A drafter that is often silent gets no credit for the levels of its deepest tree."""
     group = groups["eagle1", 0.0]
-    silent = {"nodes": 0, "depth": 0, "accepted": 0, "committed": 1, "context": 9}
+    silent = {
+        "nodes": 0,
+        "depth": 0,
+        "accepted": 0,
+        "committed": 1,
+        "context": 9,
+    }
     answers = []
     for one in group.answers:
         answers.append({**one, "cycles": cycles(one) + [silent] * len(cycles(one))})
@@ -506,7 +525,11 @@ def test_modelled_time_takes_the_headers_costs(results: Path, tmp_path: Path) ->
     assert group.estimate(MODELLED_SPEED_UP) == pytest.approx(group.estimate(ACCEPTANCE_LENGTH))
 
     mixed = Parsed(page([results, path]))
-    dear = {**FREE_HEAD, "first": [[0.002, 0.002]], "level": [[0.001, 0.001]]}
+    dear = {
+        **FREE_HEAD,
+        "first": [[0.002, 0.002]],
+        "level": [[0.001, 0.001]],
+    }
     write_with_costs(path, dear)
     group = ReportData.load([path]).drafting[0]
     costs = Costs.parse(dear)
@@ -533,7 +556,13 @@ def test_drafters_that_all_have_costs_are_compared_by_modelled_time(tmp_path: Pa
     names = ["eagle1", "hass"]
     for costly in (names, names[:1]):
         costs = dict.fromkeys(["none", *costly], FREE_HEAD)
-        path = write(tmp_path / "results.jsonl", names, (0.0,), costs=costs, new_tokens=49)
+        path = write(
+            tmp_path / "results.jsonl",
+            names,
+            (0.0,),
+            costs=costs,
+            new_tokens=49,
+        )
         made = Parsed(page([path]))
         is_modelled = costly == names
         assert ("in modelled speedup" in made.sections["comparison"]) == is_modelled

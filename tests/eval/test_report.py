@@ -22,7 +22,6 @@ from eval.comparison.curves import curve_table
 from eval.report import conclude, markdown, page
 from eval.result_files.results import ACCEPTANCE_LENGTH, SPEED_UP, Results, ends_in_loop
 from recipes.cards import card_table
-from tests.doctor.broken_heads import table as broken_table
 from tests.engines.compare_engines import table as engines_table
 from tests.engines.layout_sources import source_table
 from tests.eval.jsonl_files import write_lines
@@ -52,7 +51,6 @@ SHOWN: list[tuple[str, Callable[[Any], str], str]] = [
     ("measurements/decoding-speed", speed_machine, SPEED),
     ("measurements/serving", engines_table, "engines engines_newest engines_smollm2"),
     ("measurements/serving", llamacpp_table, "llamacpp_speed"),
-    ("measurements/serving", broken_table, "broken_heads"),
     ("versions", source_table, "layout_sources"),
     ("versions", proven_table, "proven"),
     ("measurements/rehearsal", rehearsal_table, "rehearsal"),
@@ -142,7 +140,12 @@ def make_row(drafter: str, cycles: int, seconds: float, **changes: Any) -> dict[
 def test_groups_pool_cycles_and_compare_with_none() -> None:
     """Acceptance length is pooled over cycles; speedup is over plain decoding at the same temperature."""
     # the second answer is longer, so that pooling is not the mean of both
-    more = {"conversation": "b", "tokens": 21, "committed": 20, "identical": False}
+    more = {
+        "conversation": "b",
+        "tokens": 21,
+        "committed": 20,
+        "identical": False,
+    }
     rows = [
         make_row("none", 10, 1.0),
         make_row("none", 10, 1.0, conversation="b"),
@@ -163,7 +166,9 @@ def test_groups_pool_cycles_and_compare_with_none() -> None:
     ("cpu_seconds", "shown"), [((1.0, 0.4), True), ((2.0, 1.55), False), ((), False)]
 )
 def test_a_busy_machine_is_told_by_cpu_seconds(
-    cpu_seconds: tuple[float, ...], shown: bool, tmp_path: Path
+    cpu_seconds: tuple[float, ...],
+    shown: bool,
+    tmp_path: Path,
 ) -> None:
     """If answers took longer than their CPU seconds, the speedup in CPU seconds is shown too."""
     rows = [make_row("none", 7, 2.0), make_row("x", 3, 1.6)]

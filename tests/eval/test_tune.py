@@ -20,7 +20,6 @@ from eagle import Budget, DraftTree, Sampling, Target, generate, load_drafter
 from eagle.core.tree import PUBLISHED_TREE
 from eagle.decoding.cycle_times import bare_costs
 from eagle.decoding.forward_costs import Costs
-from eagle.device import ThreadsOfLongWork
 from eagle.drafters.draft_model import DraftModel
 from eagle.drafters.lookup.bigram import BigramDrafter
 from eagle.drafters.lookup.ngram import NgramDrafter
@@ -127,14 +126,24 @@ def loops() -> list[Answer]:
     [("ngram", chain(6)), ("head", Budget(8, 4, 3)), ("head", Budget.fixed(PUBLISHED_TREE))],
 )
 def test_replay_is_decoding(
-    tiny_target: Target, head: Eagle1, guess: str, budget: Budget, temperature: float
+    tiny_target: Target,
+    head: Eagle1,
+    guess: str,
+    budget: Budget,
+    temperature: float,
 ) -> None:
     """Replayed cycles are those of decoding, for answers that end by themselves and for those that are cut."""
     drafter: Any = head if guess == "head" else NgramDrafter()
     for request, text in enumerate(("Who?", "def f(x):\n    return x\n" * 4)):
         prompt = tiny_target.chat(text)
         sampling = Sampling(temperature=temperature, request=request)
-        told = answer(tiny_target, drafter.taps, prompt, limit=30, sampling=sampling)
+        told = answer(
+            tiny_target,
+            drafter.taps,
+            prompt,
+            limit=30,
+            sampling=sampling,
+        )
         tiny_target.forget()
         trace = generate(
             tiny_target, drafter, prompt, sampling=sampling, budget=budget, max_new_tokens=30
@@ -151,13 +160,21 @@ def test_plain_cycles_are_those_of_no_draft(target: Target, answers: list[Answer
     """Each commits one token, and the context grows."""
     told = answers[0]
     prompt = told.tokens[: told.prompt]
-    trace = generate(target, load_drafter("none", target), prompt, max_new_tokens=16, stop=[])
+    trace = generate(
+        target,
+        load_drafter("none", target),
+        prompt,
+        max_new_tokens=16,
+        stop=[],
+    )
     names = (*COMPARED, "accepted")
     assert figures(plain(told), names) == figures(trace.cycles, names)
 
 
 def test_sampled_drafts_are_not_replayed(
-    target: Target, guesser: Eagle1, answers: list[Answer]
+    target: Target,
+    guesser: Eagle1,
+    answers: list[Answer],
 ) -> None:
     """Random choices that only decoding makes decide which of them are accepted."""
     with pytest.raises(ValueError, match="draw"):
@@ -167,7 +184,10 @@ def test_sampled_drafts_are_not_replayed(
 def test_rates_count_the_child_that_was_chosen() -> None:
     """Rates by depth and rank are over the nodes that have a child of that rank; counted by hand."""
     tree = DraftTree.from_paths(0, [(5,), (6,), (7,), (5, 8), (6, 8), (6, 9)])
-    node = {tuple(tree.tokens[tree.path(n)[1:]].tolist()): n for n in range(len(tree))}
+    node = {}
+    for index in range(len(tree)):
+        path = tree.path(index)[1:]
+        node[tuple(tree.tokens[path].tolist())] = index
     cycles = [
         (tree, [0]),
         (tree, [0, node[6,]]),
@@ -209,7 +229,9 @@ def decoded(target: Target, guesser: Eagle1, answers: list[Answer]) -> dict[Budg
 @pytest.mark.slow
 @pytest.mark.parametrize("costs", [FREE, CPU, DEAR], ids=["free", "cpu", "dear"])
 def test_the_search_is_within_three_percent_of_trying_everything(
-    tuning: Tuning, decoded: dict[Budget, list[Cycles]], costs: Costs
+    tuning: Tuning,
+    decoded: dict[Budget, list[Cycles]],
+    costs: Costs,
 ) -> None:
     """Decoding with every candidate is the judge; what costs more than it could bring is not even replayed."""
     records = {} if costs is DEAR else tuning.records
@@ -221,7 +243,12 @@ def test_the_search_is_within_three_percent_of_trying_everything(
         tokens = 0
         seconds = 0.0
         for told, cycles in zip(tuning.answers, answers, strict=True):
-            seconds += seconds_of(costs, cycles, budget if budget.nodes else None, told.limit)
+            seconds += seconds_of(
+                costs,
+                cycles,
+                budget if budget.nodes else None,
+                told.limit,
+            )
             tokens += sum(cycle["committed"] for cycle in cycles)
 
         speeds[budget] = tokens / seconds
@@ -238,10 +265,18 @@ def test_the_search_is_within_three_percent_of_trying_everything(
 
 @pytest.mark.parametrize("forward", [100.0, 0.05])
 def test_a_drafter_that_is_no_head_pays_for_its_drafts(
-    target: Target, loops: list[Answer], forward: float, ticking: None
+    target: Target,
+    loops: list[Answer],
+    forward: float,
+    ticking: None,
 ) -> None:
     """The recorded seconds of its drafts are in the modelled seconds, the break-even and the verdict."""
-    tuning = Tuning(target, NgramDrafter(), loops, Costs((0,), SIZES, ((forward,) * 4,)))
+    tuning = Tuning(
+        target,
+        NgramDrafter(),
+        loops,
+        Costs((0,), SIZES, ((forward,) * 4,)),
+    )
     trial = tuning.trial(chain(3))
     # every draft takes a second; the last cycle of an answer may have no room for one
     drafting = trial.seconds - trial.cycles * forward
@@ -258,7 +293,10 @@ def test_a_drafter_that_is_no_head_pays_for_its_drafts(
 
 @pytest.mark.parametrize("kind", ["draft_model", "bigram", "suffix,ngram"])
 def test_every_kind_of_drafter_has_a_price(
-    target: Target, answers: list[Answer], kind: str, ticking: None
+    target: Target,
+    answers: list[Answer],
+    kind: str,
+    ticking: None,
 ) -> None:
     """A draft model, a table and a list of drafters: none drafts for nothing."""
     drafter: Any
@@ -470,25 +508,6 @@ def test_a_drafter_without_weights_is_tuned(
         tune.main([*asked, "--drafter", "ngram"])
 
 
-def test_threads_are_timed_again_between_tuning_questions(
-    tuned: list[str], tiny_target: Target
-) -> None:
-    """Answering is the long part; what is timed later runs on the number of threads that was set last."""
-    recipe = Recipe.load(tuned[0], tuned[1:])
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    # a minute passes at each look at the clock, and other processes come and go
-    clock = count(step=60)
-    processes = count()
-    try:
-        threads = ThreadsOfLongWork(lambda: None, clock.__next__, load=processes.__next__)
-        answers = tune.answer_prompts(recipe, tiny_target, (), threads)
-    finally:
-        torch.set_num_threads(before)
-
-    assert len(answers) == threads.timing_count == 2
-
-
 def test_tuning_asks_what_is_not_measured(
     tuned: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -504,7 +523,11 @@ def test_tuning_asks_what_is_not_measured(
 
 @pytest.mark.parametrize("budget", [Budget(12, 4, 3), Budget.fixed(((0,), (0, 0)), "sampled")])
 def test_a_written_budget_is_what_the_head_comes_back_with(
-    budget: Budget, recipe: Recipe, head: Eagle1, tiny_target: Target, tmp_path: Path
+    budget: Budget,
+    recipe: Recipe,
+    head: Eagle1,
+    tiny_target: Target,
+    tmp_path: Path,
 ) -> None:
     """A head that was never tuned has none; the rest of its config stays."""
     folder = tmp_path / "head"

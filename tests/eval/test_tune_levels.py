@@ -100,7 +100,13 @@ def tuning(target: Target, answers: list[Answer]) -> Tuning:
         optimizer.step()
 
     # a level as costly as nine forwards of the target
-    costs = Costs((0,), (1, 13, 61), ((1.0, 1.02, 2.0),), first=((0.01,) * 3,), level=((9.0,) * 3,))
+    costs = Costs(
+        (0,),
+        (1, 13, 61),
+        ((1.0, 1.02, 2.0),),
+        first=((0.01,) * 3,),
+        level=((9.0,) * 3,),
+    )
     return Tuning(target, head.eval(), answers, costs)
 
 
@@ -164,8 +170,20 @@ def test_a_policy_stays_within_what_the_head_drafts(tuning: Tuning) -> None:
     # costs by which ever deeper drafts pay
     policy = Goodput([0.0, *[0.01] * 8], [1.0, *[1.02] * 8], chain(8))
     options: dict[str, Any] = {"max_new_tokens": 24, "stop": []}
-    plain = generate(tuning.target, tuning.drafter, prompt, budget=Budget(0), **options)
-    trace = generate(tuning.target, tuning.drafter, prompt, budget=policy, **options)
+    plain = generate(
+        tuning.target,
+        tuning.drafter,
+        prompt,
+        budget=Budget(0),
+        **options,
+    )
+    trace = generate(
+        tuning.target,
+        tuning.drafter,
+        prompt,
+        budget=policy,
+        **options,
+    )
 
     assert trace.tokens == plain.tokens
     assert max(cycle.depth for cycle in trace.cycles) == LEVELS

@@ -35,7 +35,12 @@ def healthy(
     folder = tmp_path_factory.mktemp("healthy")
     for kind in ("eagle1", "dflash", "peagle", "falcon", "mlp_speculator"):
         torch.manual_seed(0)
-        save_head(folder / kind, make_head({"kind": kind}, tiny_target), "", {"torch": "1"})
+        save_head(
+            folder / kind,
+            make_head({"kind": kind}, tiny_target),
+            "",
+            {"torch": "1"},
+        )
     return folder
 
 

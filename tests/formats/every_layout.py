@@ -160,7 +160,11 @@ def falcon() -> made.Head:
         held[f"lstm.weight_hh_l{layer}"] = made.drawn(4 * H, H)
         for side in ("ih", "hh"):
             held[f"lstm.bias_{side}_l{layer}"] = made.drawn(4 * H, seed=layer + len(side))
-    config = {"architectures": ["LlamaForCausalLM"], "bias": True, "k_mask": 3}
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "bias": True,
+        "k_mask": 3,
+    }
     return {**made.LLAMA, **config}, held
 
 

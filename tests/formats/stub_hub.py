@@ -47,9 +47,18 @@ class Repository:
     def entry(self, path: str) -> dict[str, Any]:
         """Return what a list of files says of one."""
         data = self.files[path]
-        entry = {"type": "file", "path": path, "size": len(data), "oid": git_oid(data)}
+        entry = {
+            "type": "file",
+            "path": path,
+            "size": len(data),
+            "oid": git_oid(data),
+        }
         if path in self.large:
-            entry["lfs"] = {"oid": self.oid(path), "size": len(data), "pointerSize": 130}
+            entry["lfs"] = {
+                "oid": self.oid(path),
+                "size": len(data),
+                "pointerSize": 130,
+            }
         return entry
 
 
@@ -249,7 +258,11 @@ def serving(hub: StubHub) -> Iterator[str]:
             path = unquote(urlsplit(self.path).path)
             status, answer, headers = hub.answer(self.command, path, body, token)
             data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
-            headers = {"Content-Length": str(len(data)), "Accept-Ranges": "none", **headers}
+            headers = {
+                "Content-Length": str(len(data)),
+                "Accept-Ranges": "none",
+                **headers,
+            }
             self.send_response(status)
             for name, value in headers.items():
                 self.send_header(name, value)

@@ -29,7 +29,11 @@ LENGTH = 96
 DRAFT_VOCAB = 160
 EAGLE31 = {"fc_norm": True, "norm_output": True}
 # the default of speculators' trainer
-JOINT_NORM = {"norm_before_fc": True, "norm_before_residual": True, "norm_output": True}
+JOINT_NORM = {
+    "norm_before_fc": True,
+    "norm_before_residual": True,
+    "norm_output": True,
+}
 AS_EXPORTED = {"as_exported": True, "input_layernorm": True}
 # rival, size of the draft vocabulary, switches
 HEADS: list[tuple[str, int, dict[str, bool]]] = [
@@ -89,7 +93,13 @@ def test_logits_are_those_of_the_project_that_made_the_head(
     """In every one of four steps, each of which reads the state of the last."""
     find_python(rival)
     write_inputs(tmp_path, draft_vocab)
-    theirs = run_rival(rival, f"{rival}_head", tmp_path, steps=STEPS, switches=switches)
+    theirs = run_rival(
+        rival,
+        f"{rival}_head",
+        tmp_path,
+        steps=STEPS,
+        switches=switches,
+    )
     import_head(tmp_path / "head", tmp_path / "imported", str(tmp_path / "target"))
     difference = find_largest_difference(tmp_path, theirs)
 

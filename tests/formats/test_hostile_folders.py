@@ -57,7 +57,11 @@ def bring_modeling_code(place: Place) -> None:
     """Make the head a language model whose code lies beside it, as transformers names it."""
     place.write_module("modeling_evil.py")
     classes = {"AutoConfig": "modeling_evil.Evil", "AutoModelForCausalLM": "modeling_evil.Evil"}
-    config = {"model_type": "evil", "architectures": ["Evil"], "auto_map": classes}
+    config = {
+        "model_type": "evil",
+        "architectures": ["Evil"],
+        "auto_map": classes,
+    }
     (place.head / "config.json").write_text(json.dumps(config))
 
 
@@ -218,7 +222,12 @@ def warm_start(place: Place) -> None:
     train = place.recipe.train.model_copy(update={"init": str(place.head)})
     recipe = place.recipe.model_copy(update={"train": train})
     settings = settings_of({"kind": "eagle1"}, "test")
-    first_head(recipe, settings, Target.load(place.target), [])  # type: ignore[arg-type]
+    first_head(
+        recipe,
+        settings,
+        Target.load(place.target),
+        [],
+    )  # type: ignore[arg-type]
 
 
 def call_generate(place: Place) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import shutil
 from collections.abc import Iterator
@@ -79,7 +78,12 @@ def folder(
     )
     run = tmp_path / "runs/mine"
     record = {"torch": torch.__version__, "validation": {"tree_tau": 2.5}}
-    save_head(run / "head", make_head({"kind": "eagle1"}, target), recipe.dump(), record)
+    save_head(
+        run / "head",
+        make_head({"kind": "eagle1"}, target),
+        recipe.dump(),
+        record,
+    )
     # the last checkpoint, which is not the best one
     shutil.copytree(run / "head", run / "last")
     (run / "metrics.jsonl").write_text(json.dumps({"step": 0, "total": 9.0}) + "\n")
@@ -191,25 +195,6 @@ def test_what_was_pushed_is_pulled(
     assert not sent_large(hub)
     assert repository.commits[1:] == [["README.md"]]
     assert repository.files["README.md"] == b"mine"
-
-
-def test_another_hub_is_named_in_the_environment(
-    hub: StubHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By HF_ENDPOINT, which the client reads when it is imported."""
-    hub.repositories["model", HEAD] = Repository(files={"config.json": b"{}"})
-    constants = huggingface_hub.constants
-    # the fixture brings back what it was
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    for name, value in {
-        "HF_ENDPOINT": hub.address,
-        "HF_HUB_CACHE": constants.HF_HUB_CACHE,
-        "HF_HUB_DISABLE_XET": "1",
-    }.items():
-        monkeypatch.setenv(name, value)
-    importlib.reload(constants)
-    pull(HEAD, tmp_path / "out")
-    assert (tmp_path / "out/config.json").read_bytes() == b"{}"
 
 
 def test_a_head_is_loaded_by_its_id(
@@ -431,29 +416,6 @@ def test_exports_go_beside_a_head_or_alone(
         pack(folder, HEAD, [folder])
     with pytest.raises(ValueError, match=r"exports go beside a head, and .* is none"):
         pack(exported, HEAD, [exported])
-
-
-@pytest.mark.slow
-def test_small_files_go_through_xets_client_too(
-    hub: StubHub,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It sends large files to xet's own server, which this hub has not."""
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", False)
-    counts = tmp_path / "counts"
-    counts.mkdir()
-    (counts / "config.json").write_text('{"kind": "unigram"}')
-    push(counts, "someone/counts", "--yes")
-    push(counts, "someone/counts", "--yes")
-    repository = pushed(hub, "someone/counts")
-
-    assert repository.files == read_files(counts)
-    assert repository.commits == [["config.json"]]
-
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
-    pull("someone/counts", tmp_path / "out")
-    assert read_files(tmp_path / "out") == repository.files
 
 
 def test_a_feature_store_goes_with_its_card(

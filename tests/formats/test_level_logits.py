@@ -102,10 +102,22 @@ def test_logits_are_those_of_the_code_that_published_the_method(
     again = []
     if rival in EXPORTERS:
         target = load_target(tmp_path)
-        export(head.bind(target.head), target.config, EXPORTERS[rival], tmp_path / "export")
+        export(
+            head.bind(target.head),
+            target.config,
+            EXPORTERS[rival],
+            tmp_path / "export",
+        )
         # and the same weights back in their loader
         load = {**switches, "load": True}
-        loaded = run_rival(rival, script, tmp_path, steps=LEVELS, switches=load, out="export")
+        loaded = run_rival(
+            rival,
+            script,
+            tmp_path,
+            steps=LEVELS,
+            switches=load,
+            out="export",
+        )
         again = list_differences(ours, loaded)
     spread = float(theirs["0"].std())
     row = {"differences": differences, "again": again, "std": spread}

@@ -87,6 +87,12 @@ HEADS = {
         norm="layers.1.post_attention_layernorm.weight",
         wrong_taps=WRONG_OUTPUTS,
     ),
+    "a LiLiCorr head": Planted(
+        block_heads.lilicorr(),
+        filled="lilicorr.out_head.weight",
+        norm="lilicorr.output_norm.weight",
+        wrong_taps=WRONG_OUTPUTS,
+    ),
     "a DSpark head": Planted(
         block_heads.dspark(),
         filled="markov_head.markov_w1.weight",

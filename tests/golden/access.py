@@ -229,8 +229,18 @@ def fill_exactly(module: nn.Module, seed: int, largest: float = 0.5) -> None:
 
 def make_target(vocab_size: int = VOCAB_SIZE, **overrides: Any) -> Target:
     """Return a target in fp64, of two layers unless it is said otherwise; the same on every machine."""
-    ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    sizes = {**SHAPE, "num_hidden_layers": 2, "max_position_embeddings": 256, **ends, **overrides}
+    ends = {
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    sizes = {
+        **SHAPE,
+        "num_hidden_layers": 2,
+        "max_position_embeddings": 256,
+        **ends,
+        **overrides,
+    }
     model = LlamaForCausalLM(LlamaConfig(vocab_size=vocab_size, **sizes))
     fill_exactly(model, seed=7)
     return Target(model.double().eval())
@@ -334,7 +344,12 @@ def write_target(folder: Path) -> None:
     ends = {
         f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")
     }
-    target = make_target(len(tokenizer), num_hidden_layers=4, max_position_embeddings=2048, **ends)
+    target = make_target(
+        len(tokenizer),
+        num_hidden_layers=4,
+        max_position_embeddings=2048,
+        **ends,
+    )
     with torch.no_grad():
         # so that some tokens are likelier than others, and there is much to learn
         target.model.lm_head.weight *= 2

@@ -96,7 +96,9 @@ def recipes(methods: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def unusual(
-    recipe: Mapping[str, Any], usual: Mapping[str, Any], methods: Mapping[str, Any]
+    recipe: Mapping[str, Any],
+    usual: Mapping[str, Any],
+    methods: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return the keys of a recipe whose values are not the defaults; a section that is left out is none of them."""
     method = methods.get(recipe["drafter"]["kind"], {})

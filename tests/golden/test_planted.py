@@ -99,7 +99,9 @@ FAULTS = {
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_seen_where_it_is(
-    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     """The items that differ are those of the fault."""
     # the fault stays in the module that it was planted in until the test ends

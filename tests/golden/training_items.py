@@ -50,12 +50,22 @@ def learn(name: str, head: Any, target: Any) -> dict[str, Any]:
     # in fp64, so that processors that sum in another order agree in eleven digits
     head = head.double().train()
     weights = [weight for weight in head.parameters() if weight.requires_grad]
-    optimizer = torch.optim.AdamW(weights, lr=LEARNING_RATE, betas=(0.9, 0.95), eps=1e-6)
+    optimizer = torch.optim.AdamW(
+        weights,
+        lr=LEARNING_RATE,
+        betas=(0.9, 0.95),
+        eps=1e-6,
+    )
     losses = []
     for step in range(STEPS):
         # as the training loop does: what no text's seed decides is the same in every run
         torch.manual_seed(step)
-        terms = access.loss_terms(head, batches[step % len(batches)], target, step / STEPS)
+        terms = access.loss_terms(
+            head,
+            batches[step % len(batches)],
+            target,
+            step / STEPS,
+        )
         optimizer.zero_grad()
         terms["total"].backward()
         optimizer.step()

@@ -66,7 +66,9 @@ def with_data(folder: Path, out: Path, *overrides: str, method: str = "eagle1") 
 
 @pytest.fixture
 def say(
-    tiny_target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_target_dir: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> Callable[..., str]:
     """Check a recipe on the tiny target, and return what is printed."""
 
@@ -123,7 +125,10 @@ def test_an_engine_that_cannot_serve_the_head_is_named(say: Callable[..., str]) 
     ],
 )
 def test_every_engine_that_has_a_layout_is_ready(
-    method: str, changed: list[str], engines: set[str], say: Callable[..., str]
+    method: str,
+    changed: list[str],
+    engines: set[str],
+    say: Callable[..., str],
 ) -> None:
     """The line names the engines whose layouts hold all of the head."""
     said = say(*changed, method=method)
@@ -154,7 +159,9 @@ def test_further_methods_go_through_all_stages(method: str, say: Callable[..., s
 
 @pytest.mark.slow
 def test_a_missing_first_head_is_said(
-    say: Callable[..., str], tiny_target: Target, tmp_path: Path
+    say: Callable[..., str],
+    tiny_target: Target,
+    tmp_path: Path,
 ) -> None:
     """HASS starts from the head of another recipe; a head of another network is refused."""
     head = tmp_path / "head"
@@ -165,7 +172,12 @@ def test_a_missing_first_head_is_said(
 
     settings = settings_of({"kind": "eagle3"}, "test")
     other: Any = DRAFTERS["eagle3"]
-    save_head(head, other.for_target(settings, tiny_target.config, tiny_target.head), "", {})
+    save_head(
+        head,
+        other.for_target(settings, tiny_target.config, tiny_target.head),
+        "",
+        {},
+    )
     with pytest.raises(ValueError, match=r"the head in .*head does not fit"):
         say(f"train.init={head}", method="hass")
 
@@ -214,7 +226,11 @@ def test_too_little_data_is_refused(say: Callable[..., str]) -> None:
 
 
 QUESTION = {"role": "user", "content": "Why?"}
-CUT_OFF = {"role": "assistant", "content": "Becau", "finish_reason": "length"}
+CUT_OFF = {
+    "role": "assistant",
+    "content": "Becau",
+    "finish_reason": "length",
+}
 
 
 @pytest.mark.parametrize(
@@ -225,7 +241,10 @@ CUT_OFF = {"role": "assistant", "content": "Becau", "finish_reason": "length"}
     ],
 )
 def test_data_without_supervised_tokens_are_refused_with_the_cause(
-    tiny_target_dir: Path, tmp_path: Path, messages: list[dict[str, str]], words: str
+    tiny_target_dir: Path,
+    tmp_path: Path,
+    messages: list[dict[str, str]],
+    words: str,
 ) -> None:
     """All commands that read the data say so."""
     data = write_lines(tmp_path / "data.jsonl", [{"messages": messages}])
@@ -339,7 +358,10 @@ def test_refusals_keep_the_names_of_programs(tiny_target: Target, tmp_path: Path
 @pytest.mark.quick("rwkv")
 @pytest.mark.parametrize("family", STATEFUL)
 def test_every_stage_runs_for_a_target_that_keeps_a_state(
-    family: str, say: Callable[..., str], tiny_target_dir: Path, tmp_path: Path
+    family: str,
+    say: Callable[..., str],
+    tiny_target_dir: Path,
+    tmp_path: Path,
 ) -> None:
     """A random model of the type decodes identically with a head, and the run is forecast."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_target_dir / "target")

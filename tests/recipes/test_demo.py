@@ -23,7 +23,13 @@ def make_answer(drafter: str, temperature: int, seconds: float, cycles: int) -> 
     """Return an answer of 21 tokens, of which prefill gives the first."""
     # all cycles commit the same number of tokens
     committed = 20 // cycles
-    cycle = {"nodes": 4, "depth": 2, "accepted": 1, "committed": committed, "context": 9}
+    cycle = {
+        "nodes": 4,
+        "depth": 2,
+        "accepted": 1,
+        "committed": committed,
+        "context": 9,
+    }
     return {
         "run": "1",
         "drafter": drafter,

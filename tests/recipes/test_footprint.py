@@ -28,7 +28,13 @@ from tests.registry import BY_DEFAULT
 
 ROOT = Path(__file__).parents[2]
 # Hydra++ with all of its losses
-PREFIXED = {"kind": "hydra", "layers": 2, "prefix": True, "dropout": 0.2, "regression": 0.1}
+PREFIXED = {
+    "kind": "hydra",
+    "layers": 2,
+    "prefix": True,
+    "dropout": 0.2,
+    "regression": 0.1,
+}
 RESULTS = json.loads((ROOT / "docs/results/memory.json").read_text())
 
 
@@ -59,14 +65,24 @@ def small_head(name: str) -> Any:
     ],
 )
 def test_the_forecast_is_what_the_allocator_gives_the_loop(
-    name: str, dtype: str, accumulation: int
+    name: str,
+    dtype: str,
+    accumulation: int,
 ) -> None:
     """Two steps of the loop run on real tensors; with accumulation, each part has one sequence."""
     head = small_head(name)
     lengths = (128, 96) if accumulation == 1 else (128, 128)
     part = lengths[: len(lengths) // accumulation]
     forecast = training_bytes(head, SMALL, part, PRECISION[dtype], accumulation)
-    run = partial(run_loop, head, SMALL, lengths, 1.0, dtype=dtype, accumulation=accumulation)
+    run = partial(
+        run_loop,
+        head,
+        SMALL,
+        lengths,
+        1.0,
+        dtype=dtype,
+        accumulation=accumulation,
+    )
     # on a busy machine the profiler once reported a tenth less; why is not known
     for _ in range(3):
         allocated = allocated_bytes(run)

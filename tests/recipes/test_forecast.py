@@ -120,7 +120,9 @@ def test_overrides_change_a_recipe_that_is_forecast() -> None:
 
 
 def test_a_forecast_says_what_it_assumes_and_how_many_steps_there_are(
-    recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    recipe: Recipe,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Tokens are assumed until the data were tokenised, and counted from then on."""
     words = [
@@ -239,7 +241,11 @@ class FlopCounter(TorchDispatchMode):
     total = 0
 
     def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        self,
+        function: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
     ) -> Any:
         """Run an operation and count it."""
         output = function(*args, **(kwargs or {}))
@@ -260,7 +266,16 @@ def test_flops_are_what_a_step_computes(section: dict[str, Any], share: float) -
         nn.Embedding(512, 256).requires_grad_(False),
         nn.Linear(256, 512, bias=False).requires_grad_(False),
     )
-    head = DRAFTERS[settings.kind].for_target(settings, SHAPE, target, supervised=()).train()
+    head = (
+        DRAFTERS[settings.kind]
+        .for_target(
+            settings,
+            SHAPE,
+            target,
+            supervised=(),
+        )
+        .train()
+    )
     taps = tuple(taps_of(settings, SHAPE))
     # the last slots have the futures that are supervised
     mask = torch.arange(34) >= 2 + round(32 * (1 - share))

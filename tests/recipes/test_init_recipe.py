@@ -54,7 +54,10 @@ def write_recipe(kind: str, target: Path, chats: Path) -> Path:
 @pytest.mark.quick("eagle1", "medusa", "mtp")
 @pytest.mark.parametrize("kind", PUBLISHED_RATES)
 def test_recipes_of_all_methods_load(
-    kind: str, tiny_target_dir: Path, chats: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    tiny_target_dir: Path,
+    chats: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Method, data and held-out conversations are those asked for, and comments name the commands."""
     monkeypatch.chdir(chats.parent)
@@ -74,7 +77,9 @@ def test_recipes_of_all_methods_load(
 
 
 def test_held_out_conversations_are_spread_over_the_data(
-    tiny_target_dir: Path, chats: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_target_dir: Path,
+    chats: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Sorted data are held out evenly, and nothing that is held out is learned from."""
     monkeypatch.chdir(chats.parent)
@@ -104,7 +109,9 @@ def test_copies_of_held_out_conversations_are_not_learned_from() -> None:
 
 
 def test_held_out_conversations_of_other_data_stay(
-    tiny_target_dir: Path, chats: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_target_dir: Path,
+    chats: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A second recipe of the same data shares the file; one of other data is refused and writes nothing."""
     monkeypatch.chdir(chats.parent)
@@ -204,7 +211,9 @@ def test_a_duration_is_written_in_the_right_number(hours: float, text: str) -> N
 
 
 def test_wrong_inputs_are_refused(
-    tiny_target_dir: Path, chats: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_target_dir: Path,
+    chats: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A recipe is never overwritten, and data too few to hold any out are said so."""
     monkeypatch.chdir(chats.parent)

@@ -84,7 +84,13 @@ def test_it_is_a_target_that_sees(seeing_dir: Path, target: Target) -> None:
     answers = []
     for name in ("none", "ngram"):
         drafter = load_drafter(name, target)
-        trace = generate(target, drafter, prompt, sampling=Sampling(), max_new_tokens=12)
+        trace = generate(
+            target,
+            drafter,
+            prompt,
+            sampling=Sampling(),
+            max_new_tokens=12,
+        )
         answers.append(trace.tokens)
 
     assert answers[0] == answers[1]

@@ -45,7 +45,12 @@ def values_of(name: str, *overrides: str) -> dict[str, Any]:
     # no key may hide another one
     assert not drafter.keys() & (data.keys() | train.keys())
 
-    values = {**data, **drafter, **train, "betas": list(recipe.train.betas)}
+    values = {
+        **data,
+        **drafter,
+        **train,
+        "betas": list(recipe.train.betas),
+    }
     if recipe.joint is not None:
         values |= {f"joint.{key}": value for key, value in recipe.joint.model_dump().items()}
     return values

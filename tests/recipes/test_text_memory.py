@@ -32,7 +32,11 @@ DELTA = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 16,
 }
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
 MAMBA2 = {
     "mamba_num_heads": 4,
     "mamba_head_dim": 16,

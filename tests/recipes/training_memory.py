@@ -92,11 +92,21 @@ class Texts:
 
 
 def run_loop(
-    head: Any, config: Any, lengths: Sequence[int], supervised: float, **train: Any
+    head: Any,
+    config: Any,
+    lengths: Sequence[int],
+    supervised: float,
+    **train: Any,
 ) -> None:
     """Run two steps of the loop itself, each over these sequences."""
     tiny = Recipe.load(STAGES / "recipes/tiny/eagle1.yaml")
-    section = TrainSection(out="nowhere", batch_size=len(lengths), epochs=2, validation=0, **train)
+    section = TrainSection(
+        out="nowhere",
+        batch_size=len(lengths),
+        epochs=2,
+        validation=0,
+        **train,
+    )
     recipe = tiny.model_copy(update={"train": section})
     # another run in this process may have used another precision
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -111,7 +121,15 @@ def run_loop(
     empty.head.to = lambda *_, **__: empty.head  # type: ignore[method-assign]
     texts = Texts(empty, lengths, supervised)
     try:
-        run = Run(accelerator, recipe, empty.head, empty.target_head, texts, None, "")
+        run = Run(
+            accelerator,
+            recipe,
+            empty.head,
+            empty.target_head,
+            texts,
+            None,
+            "",
+        )
         batches: Any = run.dealer.batches(0)
         for step in range(2):
             run._advance(step, batches)
@@ -130,7 +148,11 @@ class Watched(TorchDispatchMode):
         self.seen: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        self,
+        function: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
     ) -> Any:
         """Run an operation, and look which storages are left."""
         output = function(*args, **(kwargs or {}))
@@ -145,7 +167,11 @@ class Watched(TorchDispatchMode):
 
 
 def live_bytes(
-    head: Any, config: Any, lengths: Sequence[int], supervised: float = SUPERVISED, **train: Any
+    head: Any,
+    config: Any,
+    lengths: Sequence[int],
+    supervised: float = SUPERVISED,
+    **train: Any,
 ) -> int:
     """Return the most bytes that two steps of the loop hold, on tensors without numbers."""
     with Footprint().on_accelerator(), Watched() as watched:
@@ -173,7 +199,12 @@ def measure_big() -> Iterator[dict[str, Any]]:
             forecast = training_bytes(head, config, LENGTHS, torch.bfloat16)
             live = live_bytes(head, config, LENGTHS, dtype="bfloat16")
             print(f"{path} {name}: {forecast / live:.3f}", flush=True)
-            yield {"target": path, "head": name, "forecast": forecast, "measured": live}
+            yield {
+                "target": path,
+                "head": name,
+                "forecast": forecast,
+                "measured": live,
+            }
 
 
 def measure_small() -> Iterator[dict[str, Any]]:
@@ -187,7 +218,12 @@ def measure_small() -> Iterator[dict[str, Any]]:
             run = partial(run_loop, head, SMALL, SMALL_LENGTHS, 1.0, dtype=dtype)
             allocated = allocated_bytes(run)
             print(f"{name} {dtype}: {forecast / allocated:.3f}", flush=True)
-            yield {"head": name, "dtype": dtype, "forecast": forecast, "measured": allocated}
+            yield {
+                "head": name,
+                "dtype": dtype,
+                "forecast": forecast,
+                "measured": allocated,
+            }
 
 
 def table(results: Any) -> str:
@@ -214,7 +250,11 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--out", type=Path, default=Path("docs/results/memory.json"))
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
-    results = {"machine": made_on(), "big": [*measure_big()], "small": [*measure_small()]}
+    results = {
+        "machine": made_on(),
+        "big": [*measure_big()],
+        "small": [*measure_small()],
+    }
     print(table(results))
     write_results(args.out, results)
 

@@ -12,14 +12,32 @@ from eagle.core.drafter import Drafter
 
 def decode(target: Target, drafter: Drafter, prompt: Any, count: int, **options: Any) -> list[int]:
     """Return the first `count` tokens of a target's answer, drafted and verified; nothing stops it earlier."""
-    return generate(target, drafter, prompt, max_new_tokens=count, stop=[], **options).tokens
+    return generate(
+        target,
+        drafter,
+        prompt,
+        max_new_tokens=count,
+        stop=[],
+        **options,
+    ).tokens
 
 
 def decode_batch(
-    target: Target, drafter: Drafter, prompts: Any, count: Any, **options: Any
+    target: Target,
+    drafter: Drafter,
+    prompts: Any,
+    count: Any,
+    **options: Any,
 ) -> list[list[int]]:
     """Return the answers to several prompts that are decoded in batches."""
-    traces = generate(target, drafter, prompts, max_new_tokens=count, stop=[], **options)
+    traces = generate(
+        target,
+        drafter,
+        prompts,
+        max_new_tokens=count,
+        stop=[],
+        **options,
+    )
     return [trace.tokens for trace in traces]
 
 

@@ -37,7 +37,12 @@ def folders(mixing_target: Target, tmp_path_factory: pytest.TempPathFactory) -> 
     """Return a LoRA and a DoRA adapter of one base."""
     parent = tmp_path_factory.mktemp("adapters")
     lora = save_adapter(mixing_target.model, parent / "lora", seed=0)
-    dora = save_adapter(mixing_target.model, parent / "dora", seed=1, use_dora=True)
+    dora = save_adapter(
+        mixing_target.model,
+        parent / "dora",
+        seed=1,
+        use_dora=True,
+    )
     return {"lora": lora, "dora": dora}
 
 
@@ -66,13 +71,19 @@ def answer(model: Any, prompt: list[int]) -> list[int]:
     """Return the greedy answer of a model by its own `generate`."""
     tokens = torch.tensor([prompt])
     mask = torch.ones_like(tokens)
-    output = model.generate(input_ids=tokens, attention_mask=mask, max_new_tokens=COUNT)
+    output = model.generate(
+        input_ids=tokens,
+        attention_mask=mask,
+        max_new_tokens=COUNT,
+    )
     return output[0, len(prompt) :].tolist()
 
 
 @pytest.mark.slow
 def test_drafted_answers_are_pefts_own_in_alternation(
-    mixing_target: Target, adapted: dict[str, Target], switched: Any
+    mixing_target: Target,
+    adapted: dict[str, Target],
+    switched: Any,
 ) -> None:
     """Prompts that begin alike, each adapter with its own head, and the base at the end."""
     heads = {name: new_head(target, seed) for seed, (name, target) in enumerate(adapted.items())}
@@ -82,13 +93,24 @@ def test_drafted_answers_are_pefts_own_in_alternation(
     for name in ("lora", "dora", "lora", "dora"):
         switched.set_adapter(name)
         for prompt in PROMPTS:
-            tokens = decode(adapted[name], heads[name], prompt, COUNT, budget=budget)
+            tokens = decode(
+                adapted[name],
+                heads[name],
+                prompt,
+                COUNT,
+                budget=budget,
+            )
             assert tokens == answer(switched, prompt)
             answers.add(tuple(tokens))
 
     with switched.disable_adapter():
         for prompt in PROMPTS:
-            tokens = decode(mixing_target, new_head(mixing_target, 0), prompt, COUNT)
+            tokens = decode(
+                mixing_target,
+                new_head(mixing_target, 0),
+                prompt,
+                COUNT,
+            )
             assert tokens == answer(switched, prompt)
             answers.add(tuple(tokens))
 
@@ -97,7 +119,9 @@ def test_drafted_answers_are_pefts_own_in_alternation(
 
 
 def test_features_are_those_of_the_merged_model(
-    mixing_target_dir: Path, mixing_target: Target, folders: dict[str, Path]
+    mixing_target_dir: Path,
+    mixing_target: Target,
+    folders: dict[str, Path],
 ) -> None:
     """Up to rounding in fp64, and others than the base's, which shares its weights."""
     tokens = torch.arange(20, 60)[None]
@@ -123,7 +147,9 @@ def test_features_are_those_of_the_merged_model(
 
 @pytest.mark.slow
 def test_a_state_of_another_adapter_is_not_read_on(
-    adapted: dict[str, Target], switched: Any, monkeypatch: pytest.MonkeyPatch
+    adapted: dict[str, Target],
+    switched: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Planted fault: a state that is handed over is dropped by its weights' mark; read on, it gives wrong answers."""
     lora = adapted["lora"]
@@ -152,7 +178,9 @@ def test_a_state_of_another_adapter_is_not_read_on(
 
 
 def test_a_state_is_read_on_with_its_own_adapter(
-    mixing_target: Target, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    mixing_target: Target,
+    folders: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An adapter's state outlives another's; a change of the weights that they share drops both."""
     kept: list[int] = []
@@ -194,11 +222,19 @@ def test_packed_weights_serve_adapters(mixing_target_dir: Path, folders: dict[st
 
     for one, other in ((over_packed, over_plain), (packed, plain)):
         expected = other.features(tokens, (1, -1))
-        torch.testing.assert_close(one.features(tokens, (1, -1)), expected, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(
+            one.features(tokens, (1, -1)),
+            expected,
+            rtol=1e-3,
+            atol=1e-3,
+        )
 
 
 def test_adapters_that_cannot_be_read_are_refused(
-    mixing_target: Target, folders: dict[str, Path], tmp_path: Path, mixing_target_dir: Path
+    mixing_target: Target,
+    folders: dict[str, Path],
+    tmp_path: Path,
+    mixing_target_dir: Path,
 ) -> None:
     """No folder, a base of other sizes, weights that are missing; prompts; what heads borrow."""
 

@@ -216,7 +216,12 @@ def test_an_open_state_reads_on_by_the_model_that_it_began_with() -> None:
 def test_weights_that_a_first_forward_rewrites_are_rewritten_once() -> None:
     """RWKV divides weights of later layers in its first forward, in place, and remembers that it has."""
     torch.manual_seed(0)
-    sizes = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 5, "context_length": 64}
+    sizes = {
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "num_hidden_layers": 5,
+        "context_length": 64,
+    }
     model: Any = RwkvForCausalLM(RwkvConfig(rescale_every=2, **sizes)).eval()
     untouched = copy.deepcopy(model)
     expected = own_answer(untouched, PROMPT, 8)

@@ -152,10 +152,18 @@ def sampled_cases() -> list[Any]:
     return cases
 
 
-@pytest.mark.quick("llama-planted-*", "mixtral-planted-*", "gpt2-planted-*", "qwen2-*")
+@pytest.mark.quick(
+    "llama-planted-*",
+    "mixtral-planted-*",
+    "gpt2-planted-*",
+    "qwen2-*",
+)
 @pytest.mark.parametrize(("name", "kind", "setting"), sampled_cases())
 def test_sampled_output_is_the_untouched_models(
-    name: str, kind: str, setting: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    name: str,
+    kind: str,
+    setting: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With the same noise added to transformers' own warped logits, sampling gives the same tokens too."""
     monkeypatch.setattr("eagle.core.verify.Noise", HandedIn)
@@ -213,7 +221,13 @@ def test_taps_are_the_models_hidden_states(name: str) -> None:
 
 def test_a_model_that_keeps_nothing_is_refused_but_tapped() -> None:
     """Without a cache every cycle would read the whole sequence."""
-    sizes = {"vocab_size": VOCAB_SIZE, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
+    sizes = {
+        "vocab_size": VOCAB_SIZE,
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 2,
+        "n_positions": 64,
+    }
     config = AutoConfig.for_model("openai-gpt", **sizes)
     target = Target(AutoModelForCausalLM.from_config(config))
 
@@ -230,7 +244,14 @@ def test_attention_without_tree_masks_is_refused() -> None:
         decode(flash, NgramDrafter(), FIRST, 8)
 
 
-@pytest.mark.quick("llama", "llama-rope-llama3", "mixtral", "gemma3", "gpt2", "falcon")
+@pytest.mark.quick(
+    "llama",
+    "llama-rope-llama3",
+    "mixtral",
+    "gemma3",
+    "gpt2",
+    "falcon",
+)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_model_is_left_as_it_was(name: str) -> None:
     """After decoding, the model attends as before and its logits are the untouched model's bit for bit."""

@@ -57,7 +57,12 @@ def test_weights_and_answers_are_those_of_transformers(gguf_file: Path, dtype: t
     if dtype == torch.float32:
         inputs = torch.tensor([prompt])
         expected = stock.generate(inputs, max_new_tokens=20, do_sample=False)[0, len(prompt) :]
-        answer = generate(target, load_drafter("ngram", target), prompt, max_new_tokens=20)
+        answer = generate(
+            target,
+            load_drafter("ngram", target),
+            prompt,
+            max_new_tokens=20,
+        )
         assert answer.tokens == expected.tolist()
 
 
@@ -163,5 +168,10 @@ def test_a_model_that_transformers_unpacked_itself_is_served(gguf_file: Path) ->
     target = Target(stock)
     prompt = [10, 20, 30, 10, 20]
     expected = stock.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)
-    trace = generate(target, load_drafter("ngram", target), prompt, max_new_tokens=12)
+    trace = generate(
+        target,
+        load_drafter("ngram", target),
+        prompt,
+        max_new_tokens=12,
+    )
     assert trace.tokens == expected[0, len(prompt) :].tolist()

@@ -42,7 +42,11 @@ def ask_model(name: str, images: int, seed: int) -> tuple[Any, list[int]]:
     """Return a prompt, and what the untouched model says to it by its own `generate`."""
     model, _ = load_family(name)
     asked = ask(name, model, images, seed)
-    options: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    options: dict[str, Any] = {
+        "do_sample": False,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
     tokens = model.generate(**asked, max_new_tokens=COUNT, **options)
     return asked, tokens[0, asked["input_ids"].shape[1] :].tolist()
 
@@ -61,8 +65,19 @@ def make_drafter(kind: str, target: Target, asked: dict[str, Any], answer: list[
     return make_head(kind, target).bind(target.head).eval()
 
 
-@pytest.mark.quick("qwen2_5_vl-planted", "qwen2_5_vl-ngram", "gemma3-planted", "gemma3-ngram")
-@pytest.mark.not_long("*-planted", "*-eagle1", "llava-*", "gemma3-ngram", "qwen2_5_vl-ngram")
+@pytest.mark.quick(
+    "qwen2_5_vl-planted",
+    "qwen2_5_vl-ngram",
+    "gemma3-planted",
+    "gemma3-ngram",
+)
+@pytest.mark.not_long(
+    "*-planted",
+    "*-eagle1",
+    "llava-*",
+    "gemma3-ngram",
+    "qwen2_5_vl-ngram",
+)
 @pytest.mark.parametrize("kind", ["random", "planted", "ngram", "eagle1", "eagle3", "draft_model"])
 @pytest.mark.parametrize("name", VISION_FAMILIES)
 def test_greedy_answers_are_the_untouched_models(name: str, kind: str) -> None:
@@ -72,7 +87,11 @@ def test_greedy_answers_are_the_untouched_models(name: str, kind: str) -> None:
     for images in (0, 1, 3):
         asked, answer = ask_model(name, images, images)
         drafter = make_drafter(kind, target, asked, answer)
-        options: dict[str, Any] = {"max_new_tokens": COUNT, "budget": TREE, "stop": []}
+        options: dict[str, Any] = {
+            "max_new_tokens": COUNT,
+            "budget": TREE,
+            "stop": [],
+        }
         trace = generate(target, drafter, asked, **options)
         assert trace.tokens == answer
         assert kind != "planted" or trace.acceptance_length > 2.5
@@ -90,7 +109,14 @@ def test_batches_are_answered_as_prompts_alone(name: str) -> None:
     seeds = [(1, 1), (0, 0), (3, 3), (1, 7), (2, 2), (3, 7)]
     prompts, answers = zip(*(ask_model(name, images, seed) for images, seed in seeds), strict=True)
     drafter = make_drafter("eagle1", target, prompts[0], answers[0])
-    got = decode_batch(target, drafter, [*prompts], COUNT, batch_size=3, budget=TREE)
+    got = decode_batch(
+        target,
+        drafter,
+        [*prompts],
+        COUNT,
+        batch_size=3,
+        budget=TREE,
+    )
 
     assert got == [*answers]
 
@@ -223,7 +249,11 @@ def test_heads_draft_from_what_they_learn_from(name: str, kind: str) -> None:
 
 
 def predict_chain(
-    head: Any, target: Target, tokens: torch.Tensor, count: int, media: Any
+    head: Any,
+    target: Target,
+    tokens: torch.Tensor,
+    count: int,
+    media: Any,
 ) -> list[int]:
     """Return what a head predicts for the tokens [T] from `count` on, by its training forward."""
     mask = torch.zeros(len(tokens), dtype=torch.bool)

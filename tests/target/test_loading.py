@@ -113,7 +113,12 @@ def test_an_exported_head_is_no_draft_model(engine: str, kind: str, tmp_path: Pa
     """Its config says llama; the weights are a head's, and the refusal says how such a folder comes in."""
     target = Target(build("llama"))
     settings = settings_of({"kind": kind}, "test")
-    head = DRAFTERS[kind].for_target(settings, target.config, target.head, supervised=())
+    head = DRAFTERS[kind].for_target(
+        settings,
+        target.config,
+        target.head,
+        supervised=(),
+    )
 
     try:
         export(head.bind(target.head), target.config, engine, tmp_path / "out")

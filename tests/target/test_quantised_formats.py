@@ -40,7 +40,9 @@ def draw_hidden(count: int) -> Tensor:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_quantised_target_is_learned_from_and_decoded(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The head's loss falls, and its drafts change no token; without rounded inputs the answer is the model's own."""
     target = load(FORMATS[name](tmp_path))
@@ -111,7 +113,11 @@ def adapter(tmp_path: Path) -> Path:
     """Return the folder of a random adapter of all linears."""
     peft = pytest.importorskip("peft", reason="peft is not installed")
     plain = AutoModelForCausalLM.from_pretrained(write_plain(tmp_path / "plain base"))
-    config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    config = peft.LoraConfig(
+        r=4,
+        target_modules="all-linear",
+        init_lora_weights=False,
+    )
     torch.manual_seed(0)
     # peft writes it over a plain base, as users train it
     peft.get_peft_model(plain, config).save_pretrained(tmp_path / "adapter")
@@ -147,7 +153,9 @@ def test_an_adapter_reads_over_a_quantised_base(name: str, adapter: Path, tmp_pa
 
 @pytest.mark.parametrize("name", ["compressed-tensors, W8A16", "compressed-tensors, W4A16"])
 def test_an_adapter_is_merged_into_what_was_unpacked(
-    name: str, adapter: Path, tmp_path: Path
+    name: str,
+    adapter: Path,
+    tmp_path: Path,
 ) -> None:
     """Such weights are there only once they are unpacked; the merged target reads as the one over the base does."""
     folder = FORMATS[name](tmp_path)

@@ -62,7 +62,9 @@ def test_a_cache_may_have_another_name() -> None:
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gemma3", "gpt_oss", "deepseek_v3", "gpt2"])
 @pytest.mark.parametrize("large", [True, False])
 def test_models_that_read_trees_pass_in_every_precision(
-    name: str, dtype: torch.dtype, large: bool
+    name: str,
+    dtype: torch.dtype,
+    large: bool,
 ) -> None:
     """Neither rounding nor experts that swap nor weights that do nearly nothing are taken for a fault."""
     # weights of the tests' scale, and of a new model's, which hardly change their input
@@ -77,7 +79,12 @@ def test_models_that_read_trees_pass_in_every_precision(
 def test_deep_models_in_bf16_are_not_refused_for_rounding(seed: int) -> None:
     """A number of layers is no window: a prompt longer than that hides what one token makes out behind rounding."""
     torch.manual_seed(seed)
-    sizes = {"hidden_size": 128, "num_hidden_layers": 28, "head_dim": 32, "max_window_layers": 28}
+    sizes = {
+        "hidden_size": 128,
+        "num_hidden_layers": 28,
+        "head_dim": 32,
+        "max_window_layers": 28,
+    }
     config = AutoConfig.for_model("qwen3", **{**COMMON, **sizes, "tie_word_embeddings": True})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     Target(model.eval()).reader.check()

@@ -6,6 +6,7 @@ import copy
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -56,7 +57,13 @@ def assert_right(target: Target, requests: list[Request], batch_size: int) -> No
     prompts = [request.prompt for request in requests]
     limit = requests[0].limit
     for drafter in (NoDrafter(), NgramDrafter(), KnowsAnswers(requests)):
-        answers = decode_batch(target, drafter, prompts, limit, batch_size=batch_size)
+        answers = decode_batch(
+            target,
+            drafter,
+            prompts,
+            limit,
+            batch_size=batch_size,
+        )
         assert answers == [request.answer for request in requests]
 
 
@@ -174,7 +181,12 @@ def test_a_cache_never_holds_more_than_it_may(most: int) -> None:
 
     for seed in range(3):
         drafter = KnowsAnswers(requests, taps=(0,))
-        decoding = Decoding(bench.target, drafter, batch_size=6, max_tokens_in_cache=most)
+        decoding = Decoding(
+            bench.target,
+            drafter,
+            batch_size=6,
+            max_tokens_in_cache=most,
+        )
         traces = [Trace([]) for _ in requests]
         for request in random.Random(seed).sample(requests, len(requests)):
             add(decoding, request, traces)
@@ -193,7 +205,10 @@ def test_a_cache_gives_back_what_long_sequences_held() -> None:
     bench = Bench("llama")
     long = ask_all(bench.model, [200], limit=4)
     short = ask_all(bench.model, [5, 6, 7], limit=30)
-    requests = [*long, *(Request(r.prompt, {}, r.limit, r.number + 1, r.answer) for r in short)]
+    requests = list(long)
+    for request in short:
+        # the long one is number 0
+        requests.append(replace(request, number=request.number + 1))
     decoding = Decoding(bench.target, NoDrafter(), batch_size=4)
     traces = [Trace([]) for _ in requests]
 
@@ -219,11 +234,22 @@ def test_a_prompt_that_never_fits_is_refused_before_the_first_token() -> None:
     with counting_sequences(bench.target) as counts:
         # nothing may have been read when the error comes
         with pytest.raises(ValueError, match="take up to 109 tokens, the cache may hold 100"):
-            decode_batch(bench.target, NoDrafter(), prompts, 8, max_tokens_in_cache=100)
+            decode_batch(
+                bench.target,
+                NoDrafter(),
+                prompts,
+                8,
+                max_tokens_in_cache=100,
+            )
         assert not counts
 
     traces = [Trace([]) for _ in requests]
-    decoding = Decoding(bench.target, NoDrafter(), batch_size=3, max_tokens_in_cache=100)
+    decoding = Decoding(
+        bench.target,
+        NoDrafter(),
+        batch_size=3,
+        max_tokens_in_cache=100,
+    )
     add(decoding, requests[0], traces)
     decoding.step()
 
@@ -273,7 +299,11 @@ TAPS = (0, 2, -1)
 
 
 def check_path(
-    bench: Bench, sequence: list[int], tree: DraftTree, path: list[int], out: Any
+    bench: Bench,
+    sequence: list[int],
+    tree: DraftTree,
+    path: list[int],
+    out: Any,
 ) -> None:
     """Compare a path of a tree with the sequence that it makes, read by the plain model."""
     tokens = torch.tensor([[*sequence, *tree.tokens[path].tolist()]])
@@ -287,7 +317,10 @@ def check_path(
 
 
 def read_prompts(
-    bench: Bench, state: TargetState, sequences: dict[int, list[int]], chunk: int
+    bench: Bench,
+    state: TargetState,
+    sequences: dict[int, list[int]],
+    chunk: int,
 ) -> None:
     """Read the prompts that were admitted, in chunks, and compare their features with those of plain forwards."""
     while state.prompts:

@@ -88,7 +88,12 @@ def test_an_image_is_shown_in_any_form(form: str, pictures: list[Path], target: 
     if form == "image":
         stock = AutoModelForImageTextToText.from_pretrained(target.model.name_or_path)
         ends = {"eos_token_id": None, "pad_token_id": 0}
-        tokens = stock.generate(**expected, max_new_tokens=12, do_sample=False, **ends)
+        tokens = stock.generate(
+            **expected,
+            max_new_tokens=12,
+            do_sample=False,
+            **ends,
+        )
         answer = decode(target, NgramDrafter(), prompt, 12)
         assert answer == tokens[0, len(prompt) :].tolist()
 

@@ -182,7 +182,10 @@ def test_a_wrong_axis_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_the_structure_of_models_that_name_it_wrongly(
-    model_type: str, base: str, layers: int, caches: int
+    model_type: str,
+    base: str,
+    layers: int,
+    caches: int,
 ) -> None:
     """The base is what runs, the layers are what it runs, and a cache has room for all that they keep."""
     model = build(model_type)

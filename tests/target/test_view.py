@@ -13,7 +13,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from eagle import Target
 from tests.families import build, random_tokens
 
-SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 4}
+SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_attention_heads": 4,
+}
 LAYERS = 4
 COUNT = 9
 
@@ -22,7 +26,12 @@ COUNT = 9
 def model() -> LlamaForCausalLM:
     """Return a tiny llama in fp64."""
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=32, num_hidden_layers=LAYERS, num_key_value_heads=2, **SIZES)
+    config = LlamaConfig(
+        vocab_size=32,
+        num_hidden_layers=LAYERS,
+        num_key_value_heads=2,
+        **SIZES,
+    )
     return LlamaForCausalLM(config).double().eval()
 
 
@@ -35,7 +44,11 @@ def target(model: LlamaForCausalLM) -> Target:
 @torch.no_grad()
 def read_plainly(model: Any, tokens: Any, **options: Any) -> Any:
     """Return the untouched model's output for one sequence, with its hidden states."""
-    return model(input_ids=torch.as_tensor(tokens)[None], output_hidden_states=True, **options)
+    return model(
+        input_ids=torch.as_tensor(tokens)[None],
+        output_hidden_states=True,
+        **options,
+    )
 
 
 def assert_equal(got: Tensor, expected: Tensor) -> None:
@@ -45,7 +58,10 @@ def assert_equal(got: Tensor, expected: Tensor) -> None:
 
 @pytest.mark.parametrize(("start", "end"), [(0, LAYERS), (1, 3), (2, 2)])
 def test_layers_are_those_of_the_untouched_model(
-    start: int, end: int, model: LlamaForCausalLM, target: Target
+    start: int,
+    end: int,
+    model: LlamaForCausalLM,
+    target: Target,
 ) -> None:
     """Any run of them, in one piece or token by token over a cache."""
     tokens = torch.tensor(random_tokens(COUNT, seed=1)) % 32
@@ -55,7 +71,13 @@ def test_layers_are_those_of_the_untouched_model(
     assert len(view) == LAYERS
     assert torch.equal(view.embed(tokens), hidden[0])
 
-    once = view.run_layers(hidden[start], list(range(COUNT)), start, end, cache=view.new_cache())
+    once = view.run_layers(
+        hidden[start],
+        list(range(COUNT)),
+        start,
+        end,
+        cache=view.new_cache(),
+    )
     # transformers reports the last layer's output after the final norm
     if end < LAYERS:
         assert_equal(once, hidden[end])
@@ -80,7 +102,14 @@ def test_a_mask_hides_columns_of_the_cache(model: LlamaForCausalLM, target: Targ
     view.run_layers(view.embed(tokens[:3]), [0, 1, 2], 0, 1, cache=cache)
     cache.length = 3
     mask = torch.tensor([[True, False, True, True]])
-    state = view.run_layers(view.embed(tokens[3:]), [3], 0, 1, cache=cache, mask=mask)
+    state = view.run_layers(
+        view.embed(tokens[3:]),
+        [3],
+        0,
+        1,
+        cache=cache,
+        mask=mask,
+    )
     visible = [0, 2, 3]
     # the oracle has no hidden token, and the positions of those that are left
     output = read_plainly(model, tokens[visible], position_ids=torch.tensor([visible]))
@@ -94,7 +123,13 @@ def test_other_families_are_viewed(name: str) -> None:
     tokens = torch.tensor(random_tokens(5, seed=2))
     view = Target(copy.deepcopy(model)).view()
     cache = view.new_cache()
-    hidden = view.run_layers(view.embed(tokens), list(range(5)), 0, len(view), cache=cache)
+    hidden = view.run_layers(
+        view.embed(tokens),
+        list(range(5)),
+        0,
+        len(view),
+        cache=cache,
+    )
     expected = read_plainly(model, tokens).logits[0]
     torch.testing.assert_close(view.logits(hidden), expected, rtol=1e-4, atol=1e-5)
 
@@ -138,7 +173,9 @@ def read_levels(texts: Any, layers: int) -> Tensor:
 
 @pytest.mark.parametrize("layers", [0, 2, LAYERS])
 def test_drafts_after_the_targets_sequences_are_the_untouched_models(
-    layers: int, model: LlamaForCausalLM, target: Target
+    layers: int,
+    model: LlamaForCausalLM,
+    target: Target,
 ) -> None:
     """States of two sequences' drafts, as if each path stood in the sequence; the target's cache is shared."""
     state = target.open((2,))

@@ -45,7 +45,12 @@ def new_head(target: Target, kind: str) -> Any:
     # EAGLE-3 counts which tokens its own LM head should keep
     frequent = [torch.arange(48)] if kind == "eagle3" else []
     settings = settings_of({"kind": kind}, "test")
-    head = DRAFTERS[kind].for_target(settings, target.config, target.head, frequent)
+    head = DRAFTERS[kind].for_target(
+        settings,
+        target.config,
+        target.head,
+        frequent,
+    )
     return head.bind(target.head).eval()
 
 
@@ -78,8 +83,17 @@ def test_offloaded_weights_are_read(where: str, tmp_path: Path) -> None:
         expected = own_answer(model, PROMPT, COUNT)
         accelerate.cpu_offload(model, torch.device("cpu"))
     else:
-        sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64}
-        config = AutoConfig.for_model("phi", num_hidden_layers=4, num_attention_heads=4, **sizes)
+        sizes = {
+            "vocab_size": 96,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+        }
+        config = AutoConfig.for_model(
+            "phi",
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            **sizes,
+        )
         model = draw_weights(AutoModelForCausalLM.from_config(config)).eval()
         expected = own_answer(model, PROMPT, COUNT)
         places: Any = {"model": "cpu", "lm_head": "disk"}
@@ -137,7 +151,11 @@ def test_a_soft_prompt_is_refused() -> None:
 @pytest.mark.parametrize("kind", ["eagle1", "dflash"])
 def test_layers_of_several_shapes_lend_a_head_the_commonest(kind: str) -> None:
     """Gemma 4's global layers have wider heads, and its config names no one width."""
-    changes = {"head_dim": 8, "global_head_dim": 16, "num_kv_shared_layers": 0}
+    changes = {
+        "head_dim": 8,
+        "global_head_dim": 16,
+        "num_kv_shared_layers": 0,
+    }
     sizes = {**shrunk(AutoConfig.for_model("gemma4_text")), **changes}
     sizes["layer_types"] = [*["sliding_attention"] * 3, "full_attention"]
     config = AutoConfig.for_model("gemma4_text", **sizes)

@@ -69,7 +69,9 @@ def validations(out: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_decoded_figures_are_those_of_each_prompt_alone(
-    command: list[str], tmp_path: Path, tiny_target: Target
+    command: list[str],
+    tmp_path: Path,
+    tiny_target: Target,
 ) -> None:
     """The metrics' figures, against the saved head decoding the same prompts one by one; prompts end before answers."""
     asked = ("train.validation=0.5", "train.decode=3", "eval.temperatures=[1.0]")
@@ -104,7 +106,13 @@ def test_decoded_figures_are_those_of_each_prompt_alone(
         for number, prompt in enumerate(prompts):
             # each prompt has noise of its own
             sampling = Sampling(temperature, request=number)
-            trace = generate(tiny_target, head, prompt, sampling=sampling, **options)
+            trace = generate(
+                tiny_target,
+                head,
+                prompt,
+                sampling=sampling,
+                **options,
+            )
             cycles += trace.cycles
         tau = sum(cycle.committed for cycle in cycles) / len(cycles)
         assert figures[f"decoded_tree_tau{suffix}"] == pytest.approx(tau)
@@ -137,7 +145,13 @@ def test_the_head_that_accepts_most_is_kept(
     assert "step 3: τ 2.33 on 3 held-out prompts, 1.00 (1.00 to 1.00) below that of" in printed
 
     script(1, 3, 2, 3)
-    last = run(command, tmp_path / "last", *EVERY, "train.max_steps=4", "train.choose=last")
+    last = run(
+        command,
+        tmp_path / "last",
+        *EVERY,
+        "train.max_steps=4",
+        "train.choose=last",
+    )
 
     assert step_of(last, "head") == 4
     assert equal(last, out)
@@ -205,7 +219,9 @@ def test_patience_ends_a_run(
 
 @pytest.mark.slow
 def test_the_choice_outlives_a_stop(
-    command: list[str], script: Callable[..., None], tmp_path: Path
+    command: list[str],
+    script: Callable[..., None],
+    tmp_path: Path,
 ) -> None:
     """A run that goes on after step 3 counts on from there: the best stays, and patience ends at the same step."""
     asked = (*EVERY, "train.max_steps=8", "train.patience=3")
@@ -245,7 +261,10 @@ def test_what_is_decoded_and_what_is_predicted_are_not_compared() -> None:
 
 @pytest.mark.parametrize("live", [True, False])
 def test_decoding_is_on_where_the_target_is_loaded(
-    live: bool, command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    live: bool,
+    command: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Features that are computed in training need the target; stored ones do not, and the log says what is missed."""
     asked = ["train.validation=0.2", "train.max_steps=2", "eval.max_new_tokens=8"]
@@ -261,7 +280,9 @@ def test_decoding_is_on_where_the_target_is_loaded(
 
 @pytest.mark.parametrize("override", ["train.validation=0", "train.decode=0"])
 def test_nothing_is_decoded_where_nothing_is_held_out(
-    override: str, command: list[str], tiny_target: Target
+    override: str,
+    command: list[str],
+    tiny_target: Target,
 ) -> None:
     """Nor where it is turned off."""
     changes = [*command[1:], "train.validation=0.2", override]

@@ -15,15 +15,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from trained import ROOT, apart, equal, finished, launched, poison, rows, run, weights
-
-from eagle.data.store import FeatureStore
 
 pytestmark = pytest.mark.slow
 ZERO2 = pytest.param("zero2", marks=pytest.mark.long)  # a minute each
 SCRIPT = str(ROOT / "recipes/train_eagle.py")
-WATCHED = str(ROOT / "tests/each_rank.py")
 TOLERANCE = 5e-6  # of weights of size 0.1, after 12 steps of 1e-3: sums taken in another order
 EVERY = (
     "train.checkpoint_every=3",
@@ -47,7 +43,10 @@ def three_steps(command: list[str], tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.mark.parametrize("config", ["ddp", ZERO2])
 def test_two_processes_are_one_on_the_same_steps(
-    config: str, command: list[str], alone: Path, tmp_path: Path
+    config: str,
+    command: list[str],
+    alone: Path,
+    tmp_path: Path,
 ) -> None:
     """Losses, validation and weights agree; stopped after a checkpoint and gone on with, the bytes are equal."""
     out = tmp_path / "run"
@@ -85,7 +84,10 @@ def test_two_processes_are_one_on_the_same_steps(
 
 @pytest.mark.parametrize("config", ["ddp", ZERO2])
 def test_nan_on_one_of_two_processes_is_skipped_by_both(
-    config: str, command: list[str], store_folder: Path, tmp_path: Path
+    config: str,
+    command: list[str],
+    store_folder: Path,
+    tmp_path: Path,
 ) -> None:
     """Nobody hangs; the conversation is named, and the weights are those of one process that skips it too."""
     shutil.copytree(store_folder, tmp_path / "store")
@@ -114,35 +116,25 @@ def test_nan_on_one_of_two_processes_is_skipped_by_both(
     assert all(tensor.isfinite().all() for tensor in weights(two).values())
 
 
-def test_a_sharded_target_gives_the_same_features(
-    command: list[str], store_folder: Path, three_steps: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("config", "override"),
+    [
+        # ZeRO-3 would split any model that is made after the launch
+        ("zero3", "features.shard_target=false"),
+        ("ddp", "features.shard_target=true"),
+    ],
+)
+def test_features_computed_while_training_are_those_of_the_store(
+    config: str,
+    override: str,
+    command: list[str],
+    three_steps: Path,
+    tmp_path: Path,
 ) -> None:
-    """Layers spread over two processes, features computed while training: equal to the store's, and so is the head."""
+    """By a target that every process holds whole under ZeRO-3, or whose layers are spread: the same head is learned."""
     out = tmp_path / "run"
-    asked = ["train.max_steps=3", "features.store=null", "features.shard_target=true"]
-    # the script that leaves what each process holds
-    watched = [WATCHED, str(tmp_path), *command, f"train.out={out}", *asked]
-    done = finished(launched("ddp", *watched))
-    assert done.returncode == 0, done.stdout
-
-    expected = [example.features for example in FeatureStore(store_folder).read(range(4))]
-
-    for rank in (0, 1):
-        features = torch.load(tmp_path / f"features-{rank}.pt")
-        for one, other in zip(features, expected, strict=True):
-            # NaN where no state is kept
-            assert torch.allclose(one, other, atol=1e-5, equal_nan=True)
-        assert apart(torch.load(tmp_path / f"head-{rank}.pt"), weights(three_steps)) < TOLERANCE
-
-
-def test_zero_splits_the_head_and_not_the_target(
-    command: list[str], three_steps: Path, tmp_path: Path
-) -> None:
-    """With ZeRO-3 the target that computes features while training is loaded whole, on every process."""
-    out = tmp_path / "run"
-    asked = [*command, f"train.out={out}", "train.max_steps=3", "features.store=null"]
-    # ZeRO-3 would split any model that is made after the launch
-    done = finished(launched("zero3", SCRIPT, *asked))
+    asked = [*command, f"train.out={out}", "train.max_steps=3", "features.store=null", override]
+    done = finished(launched(config, SCRIPT, *asked))
     assert done.returncode == 0, done.stdout
     assert apart(weights(out), weights(three_steps)) < TOLERANCE
 
@@ -159,7 +151,9 @@ runpy.run_path({SCRIPT!r}, run_name="__main__")
 
 @pytest.mark.parametrize("config", ["ddp", ZERO2])
 def test_a_disk_that_is_full_for_one_process_hangs_nobody(
-    config: str, command: list[str], tmp_path: Path
+    config: str,
+    command: list[str],
+    tmp_path: Path,
 ) -> None:
     """The checkpoint fails for all and the run goes on; with DeepSpeed it ends at once, and can be gone on with."""
     out = tmp_path / "run"
@@ -184,7 +178,12 @@ def test_a_disk_that_is_full_for_one_process_hangs_nobody(
 
 def ip(line: str) -> None:
     """Run a command of iproute2."""
-    subprocess.run(["ip", *line.split()], check=True, capture_output=True, timeout=20)
+    subprocess.run(
+        ["ip", *line.split()],
+        check=True,
+        capture_output=True,
+        timeout=20,
+    )
 
 
 @pytest.fixture
@@ -213,7 +212,10 @@ def hosts() -> Iterator[list[str]]:
 
 
 def test_two_hosts_are_one(
-    hosts: list[str], command: list[str], alone: Path, tmp_path: Path
+    hosts: list[str],
+    command: list[str],
+    alone: Path,
+    tmp_path: Path,
 ) -> None:
     """Joined by a wire, with a folder that both see: the head of one process."""
     out = tmp_path / "run"
@@ -226,7 +228,11 @@ def test_two_hosts_are_one(
         line = ["ip", "netns", "exec", name, *launcher, *where.split(), str(rank)]
         line += [SCRIPT, *command, *EVERY, f"train.out={out}"]
         # Gloo must find the wire
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": name}
+        env = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": name,
+        }
         started.append(subprocess.Popen(line, env=env, cwd=ROOT, start_new_session=True))
 
     try:

@@ -138,7 +138,11 @@ TORN = {
 @pytest.mark.quick("flipped", "missing", "half a mark")
 @pytest.mark.parametrize("fault", TORN)
 def test_a_torn_checkpoint_is_named_and_passed_over(
-    fault: str, whole: Path, command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    fault: str,
+    whole: Path,
+    command: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The one before it is taken, and the end is the same."""
     name, damage, message = TORN[fault]
@@ -168,7 +172,10 @@ def train_limited(command: list[str], out: Path, limit: int) -> bool:
 
 
 def test_a_full_disk_costs_a_checkpoint_and_not_the_run(
-    whole: Path, command: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    whole: Path,
+    command: list[str],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     """Every checkpoint is refused, the head is not: it is the same head, and nothing half is left."""
     out = tmp_path / "run"
@@ -207,7 +214,10 @@ def test_a_checkpoint_is_not_begun_without_room_for_it(
 
 @pytest.mark.slow
 def test_a_disk_too_full_for_the_head_is_said(
-    whole: Path, command: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    whole: Path,
+    command: list[str],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     """The last head is the run: without it the command fails, and the same command again makes it."""
     out = tmp_path / "run"
@@ -271,7 +281,10 @@ def test_a_step_with_nan_is_left_out_and_named(
 
 @pytest.mark.slow
 def test_another_store_is_refused(
-    whole: Path, command: list[str], tiny_target_dir: Path, tmp_path: Path
+    whole: Path,
+    command: list[str],
+    tiny_target_dir: Path,
+    tmp_path: Path,
 ) -> None:
     """Features made from other conversations do not slip into a run that has begun."""
     out = tmp_path / "run"
@@ -292,7 +305,11 @@ def test_another_store_is_refused(
 @pytest.mark.slow
 @pytest.mark.parametrize("key", ["0" * 40, ""])
 def test_wandb_out_of_reach_costs_seconds(
-    key: str, whole: Path, command: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    key: str,
+    whole: Path,
+    command: list[str],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     """The run goes on and is kept on the disk for later, with a key and without."""
     with socket.socket() as listener:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from trained import ROOT, finished, launched
+from trained import finished
 
 PLAIN = """
 import os, signal
@@ -123,41 +120,3 @@ def test_a_process_that_is_starting_handles_ctrl_c(tmp_path: Path) -> None:
     )
     assert done.stdout == "interrupted 130\nblocked False\n", done.stderr
     assert done.stderr == f"\nstopped; {AGAIN}\n"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("config", [None, "ddp"])
-def test_ctrl_c_in_training_says_where_it_goes_on(
-    config: str | None, command: list[str], tmp_path: Path
-) -> None:
-    """One sentence, of however many processes; the same command goes on from that step."""
-    checkpoints = tmp_path / "run/checkpoints"
-    asked = [*command, f"train.out={tmp_path / 'run'}", "train.checkpoint_every=1"]
-    script = [str(ROOT / "recipes/train_eagle.py"), *asked, "train.epochs=200"]
-    line = launched(config, *script) if config else [sys.executable, *script]
-    log = tmp_path / "log"
-
-    with log.open("w") as file:
-        # a group of its own gets the signal, as that of a terminal does
-        started = subprocess.Popen(line, stdout=file, stderr=file, cwd=ROOT, start_new_session=True)
-
-    try:
-        deadline = time.monotonic() + 200
-        while not list(checkpoints.glob("step-1?")):
-            assert started.poll() is None, log.read_text()
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        os.killpg(started.pid, signal.SIGINT)  # as a terminal does
-        status = started.wait(100)
-    finally:
-        if started.poll() is None:
-            os.killpg(started.pid, signal.SIGKILL)
-            started.wait()
-
-    # what is half written ends in .part
-    newest = max(int(path.name[5:]) for path in checkpoints.glob("step-*[0-9]"))
-    printed = log.read_text()
-    assert printed.count(f"stopped; the same command goes on from step {newest}\n") == 1, printed
-    if config is None:
-        assert status == 130
-        assert "Traceback" not in printed

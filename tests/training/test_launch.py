@@ -101,7 +101,10 @@ def test_launch_lines_against_the_recipe_are_refused(world: str) -> None:
     ],
 )
 def test_what_accelerate_is_told_against_the_recipe_is_refused(
-    variable: str, value: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+    variable: str,
+    value: str,
+    dtype: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By name, before anything begins."""
     # as `accelerate launch` hands on its options

@@ -25,7 +25,12 @@ ZEROS = [pytest.param(config, marks=pytest.mark.long) for config in ("zero2", "z
 
 
 def make_command(
-    tiny: Path, out: Path, dtype: str, names: tuple[str, ...], *kill: str, parts: int = 2
+    tiny: Path,
+    out: Path,
+    dtype: str,
+    names: tuple[str, ...],
+    *kill: str,
+    parts: int = 2,
 ) -> list[str]:
     """Return arguments for five steps of each head on live features, each step in so many parts a process."""
     return [
@@ -91,7 +96,11 @@ def compare(out: Path, plain: Path, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.long)])
 @pytest.mark.parametrize("config", ["ddp", *ZEROS])
 def test_every_head_learns_the_same_under_every_launcher(
-    config: str, dtype: str, plain: dict[str, Path], tiny_target_dir: Path, tmp_path: Path
+    config: str,
+    dtype: str,
+    plain: dict[str, Path],
+    tiny_target_dir: Path,
+    tmp_path: Path,
 ) -> None:
     """Losses, validation and weights of each; ranks hold the same bits; in bf16 a killed rank costs nothing, too.
 

@@ -44,7 +44,11 @@ class Exchanges(TorchDispatchMode):
         self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        self,
+        function: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
     ) -> Any:
         """Count, and compute."""
         if DTensor in types:

@@ -167,7 +167,13 @@ def test_wsd_is_constant_and_falls_at_the_end() -> None:
         assert longer.step(number) == shorter.step(number)
 
     # the fall takes half of the steps and ends at half of the rate
-    ended = make_plan(max_steps=20, warmup=0, final_lr=0.5, decay_share=0.5, **options)
+    ended = make_plan(
+        max_steps=20,
+        warmup=0,
+        final_lr=0.5,
+        decay_share=0.5,
+        **options,
+    )
 
     assert [ended.lr(number) for number in (0, 10, 15, 19)] == [1.0, 1.0, 0.75, 0.55]
 

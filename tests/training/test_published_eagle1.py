@@ -51,7 +51,13 @@ def examples(dtype: torch.dtype) -> list[Example]:
         for start, stop in spans:
             # several answers in one conversation
             mask[start:stop] = True
-        features = torch.randn(length, 1, SHAPE.hidden_size, generator=generator, dtype=dtype)
+        features = torch.randn(
+            length,
+            1,
+            SHAPE.hidden_size,
+            generator=generator,
+            dtype=dtype,
+        )
         tokens = torch.randint(SHAPE.vocab_size, (length,), generator=generator)
         examples.append(Example(tokens, mask, features))
 
@@ -83,7 +89,10 @@ def collect(terms: dict[str, Tensor], head: nn.Module) -> dict[str, Tensor]:
 
 
 def read_plainly(
-    head: Eagle1, examples: list[Example], target_head: TargetHead, gate: str = "predicted"
+    head: Eagle1,
+    examples: list[Example],
+    target_head: TargetHead,
+    gate: str = "predicted",
 ) -> dict[str, Tensor]:
     """Return loss terms and gradients of the published step, with the same weights by the same names."""
     plain = PublishedHead(head.shape).to(head.fc.weight.dtype)
@@ -97,7 +106,10 @@ def read_plainly(
 
 
 def largest_difference(
-    head: Eagle1, batch: Batch, target_head: TargetHead, expected: dict[str, Tensor]
+    head: Eagle1,
+    batch: Batch,
+    target_head: TargetHead,
+    expected: dict[str, Tensor],
 ) -> float:
     """Return the largest difference of loss terms and gradients, relative to the largest number of each."""
     found = collect(head(batch, target_head), head)
@@ -112,7 +124,10 @@ def largest_difference(
 
 
 def test_loss_and_all_gradients_equal_the_published_ones(
-    head: Eagle1, examples: list[Example], target_head: TargetHead, dtype: torch.dtype
+    head: Eagle1,
+    examples: list[Example],
+    target_head: TargetHead,
+    dtype: torch.dtype,
 ) -> None:
     """Packed sequences, supervised positions alone and logits in chunks change nothing."""
     # rotary tables are fp32, and the published loss divides by positions + 1e-5
@@ -122,7 +137,9 @@ def test_loss_and_all_gradients_equal_the_published_ones(
 
 
 def test_a_gate_off_by_one_is_seen(
-    head: Eagle1, examples: list[Example], target_head: TargetHead
+    head: Eagle1,
+    examples: list[Example],
+    target_head: TargetHead,
 ) -> None:
     """A position more and one less in each answer, or the gate of the token that is read, is no rounding."""
     batch = collate(examples, (-1,))
@@ -143,7 +160,10 @@ def test_a_gate_off_by_one_is_seen(
 
 
 def test_a_leaking_mask_is_seen(
-    head: Eagle1, examples: list[Example], target_head: TargetHead, monkeypatch: pytest.MonkeyPatch
+    head: Eagle1,
+    examples: list[Example],
+    target_head: TargetHead,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Planted fault: a piece sees the sequences before its own."""
     honest = Spans.of

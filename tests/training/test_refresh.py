@@ -114,7 +114,13 @@ def test_the_target_speaks_with_its_new_weights(model: Any) -> None:
         # the noise of a step with this seed
         sampling = Sampling(temperature=1.0, seed=9, request=number)
         # an answer that ends is learned to its end, so that stop tokens count here
-        answer = generate(fresh, NoDrafter(), prompt, sampling=sampling, max_new_tokens=10)
+        answer = generate(
+            fresh,
+            NoDrafter(),
+            prompt,
+            sampling=sampling,
+            max_new_tokens=10,
+        )
         assert written[number] == prompt + answer.tokens
 
     assert all(weight.requires_grad for weight in model.parameters())

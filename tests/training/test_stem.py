@@ -30,7 +30,10 @@ def whole(wsd: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_a_longer_run_goes_on_before_the_fall(
-    shorter: Path, whole: Path, wsd: list[str], tmp_path: Path
+    shorter: Path,
+    whole: Path,
+    wsd: list[str],
+    tmp_path: Path,
 ) -> None:
     """Bit by bit, over two stems, with and without a stop; what it wrote is what the whole run wrote from there on."""
     second = run(wsd, tmp_path / "second", "train.max_steps=15", f"train.stem={shorter}")
@@ -51,7 +54,10 @@ def test_a_longer_run_goes_on_before_the_fall(
 
 @pytest.mark.slow
 def test_the_fall_is_no_part_of_a_stem(
-    shorter: Path, whole: Path, wsd: list[str], tmp_path: Path
+    shorter: Path,
+    whole: Path,
+    wsd: list[str],
+    tmp_path: Path,
 ) -> None:
     """Planted fault: from the end of the shorter run another head comes out."""
     # a folder that passes for a stem and holds steps of the fall
@@ -61,7 +67,9 @@ def test_the_fall_is_no_part_of_a_stem(
 
 
 def test_a_loss_that_follows_the_progress_has_no_stem(
-    shorter: Path, wsd: list[str], tmp_path: Path
+    shorter: Path,
+    wsd: list[str],
+    tmp_path: Path,
 ) -> None:
     """Its steps are others in a longer run."""
     falcon = [str(ROOT / "recipes/tiny/falcon.yaml"), *wsd[1:], "drafter.glance_from=0.5"]
@@ -80,7 +88,11 @@ def test_a_loss_that_follows_the_progress_has_no_stem(
     ],
 )
 def test_what_is_no_stem_is_refused(
-    override: str, message: str, shorter: Path, wsd: list[str], tmp_path: Path
+    override: str,
+    message: str,
+    shorter: Path,
+    wsd: list[str],
+    tmp_path: Path,
 ) -> None:
     """In words, before a step is made."""
     with pytest.raises(ValueError, match=message):

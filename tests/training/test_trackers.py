@@ -210,7 +210,9 @@ def test_joint_training_is_tracked_too(tiny_target_dir: Path, tmp_path: Path) ->
 
 @pytest.fixture
 def train_twice(
-    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[[], Path]:
     """Return a function that trains a run which fails two steps after a checkpoint, and goes on from there."""
 
@@ -363,7 +365,9 @@ def test_a_tracker_that_fails_ends_no_run(
 
 
 def test_an_old_wandb_is_refused(
-    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Before 0.27 the end of a run has no limit, and would wait for a lost network."""
     fields = dict(wandb.Settings.model_fields)
@@ -404,7 +408,9 @@ def test_trackers_that_are_not_there_are_refused(name: str, message: str) -> Non
 
 @pytest.mark.parametrize("more", [[], ["--check"]])
 def test_a_run_with_a_missing_tracker_never_begins(
-    more: list[str], command: list[str], tmp_path: Path
+    more: list[str],
+    command: list[str],
+    tmp_path: Path,
 ) -> None:
     """The check of a recipe says so, too."""
     with pytest.raises(ValueError, match="names dvclive, which is not installed"):
@@ -438,7 +444,13 @@ def test_runs_are_named_by_their_folders() -> None:
 
 def test_values_are_flat() -> None:
     """Numbers, and texts where asked; what is no number is left out, as is what has no value."""
-    row = {"a": 1, "b": {"c=d": 2.5, "e": float("nan")}, "f": [1, 2], "g": "text", "h": None}
+    row = {
+        "a": 1,
+        "b": {"c=d": 2.5, "e": float("nan")},
+        "f": [1, 2],
+        "g": "text",
+        "h": None,
+    }
     assert dict(flatten(row)) == {"a": 1, "b/c-d": 2.5, "f": 2}
     assert dict(flatten(row, ".", texts=True))["f"] == "[1, 2]"
 

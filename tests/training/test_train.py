@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from trained import apart, equal, rows, run, weights
 
@@ -19,8 +18,6 @@ from eagle.core.examples import Batch, collate
 from eagle.data.store import FeatureStore
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.formats.checkpoint import load_head
-from eagle.formats.export import export
-from eagle.formats.reading.foreign import import_head
 from eagle.recipe import Recipe
 
 WHOLE = ("train.validation=0.2", "train.checkpoint_every=3")
@@ -50,7 +47,10 @@ def clip_naively(head: Any, limit: float) -> None:
 
 
 def train_naively(
-    command: list[str], target: Target, steps: list[list[int]], left_out: int = -1
+    command: list[str],
+    target: Target,
+    steps: list[list[int]],
+    left_out: int = -1,
 ) -> dict[str, Tensor]:
     """Return the weights after the loop as a textbook writes it, whose update of step `left_out` is skipped.
 
@@ -62,7 +62,11 @@ def train_naively(
     settings = settings_of(recipe.drafter.model_dump(), "test")
     torch.manual_seed(section.seed)
     head = DRAFTERS[settings.kind].for_target(settings, target.config).train()
-    options: dict[str, Any] = {"betas": section.betas, "weight_decay": 0.0, "foreach": False}
+    options: dict[str, Any] = {
+        "betas": section.betas,
+        "weight_decay": 0.0,
+        "foreach": False,
+    }
     optimizer = torch.optim.AdamW(head.parameters(), lr=section.lr, **options)
 
     for step, indices in enumerate(steps):
@@ -113,7 +117,10 @@ def is_same(trained: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("accumulation", [1, 2, 8])
 def test_the_loop_is_the_naive_one(
-    accumulation: int, command: list[str], tiny_target: Target, tmp_path: Path
+    accumulation: int,
+    command: list[str],
+    tiny_target: Target,
+    tmp_path: Path,
 ) -> None:
     """Parts of a step add up to it, a part that repeats an example too; in another order the weights differ."""
     trained = weights(run(command, tmp_path / "run", f"train.accumulation={accumulation}"))
@@ -127,7 +134,11 @@ def test_the_loop_is_the_naive_one(
     ("mean_over", "accumulation"), [("all", 1), ("all", 3), ("texts", 4), ("texts", 6)]
 )
 def test_losses_are_divided_as_asked(
-    mean_over: str, accumulation: int, command: list[str], tiny_target: Target, tmp_path: Path
+    mean_over: str,
+    accumulation: int,
+    command: list[str],
+    tiny_target: Target,
+    tmp_path: Path,
 ) -> None:
     """By all tokens of a step, in any parts, or by those of each sequence; each is another head."""
     asked = [f"train.mean_over={mean_over}", f"train.accumulation={accumulation}"]
@@ -142,32 +153,10 @@ def test_means_over_texts_need_a_part_for_each(command: list[str], tmp_path: Pat
         run(command, tmp_path / "other", "train.mean_over=texts")
 
 
-@pytest.mark.slow
-def test_two_halves_are_the_whole(whole: Path, command: list[str], tmp_path: Path) -> None:
-    """A run that is stopped after any checkpoint and gone on with leaves the same bytes, and each row once."""
-    asked = [*WHOLE, "train.keep=9"]
-    out = run(command, tmp_path / "run", *asked)
-
-    for step in (6, 3):
-        for later in (out / "checkpoints").glob("step-*"):
-            if int(later.name[5:]) > step:
-                # a checkpoint without this mark was not written to its end
-                (later / "complete.json").unlink()
-        with (out / "metrics.jsonl").open("a") as metrics:
-            metrics.write('{"step": 11, "total"')  # torn by a kill
-        run(command, out, *asked)
-        assert equal(out, whole)
-        assert equal(out, whole, "head")
-        assert rows(out) == rows(whole)
-
-    (out / "last").rename(tmp_path / "seen")
-    run(command, out, *asked)
-
-    assert not (out / "last").exists()  # a complete run is left alone
-
-
 def test_what_follows_the_runs_progress_goes_on_where_it_was(
-    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A head that is trained otherwise as the run proceeds: two halves are the whole, to the byte."""
     progress: list[float] = []
@@ -227,43 +216,6 @@ def test_validation_has_one_gate(whole: Path, command: list[str], tmp_path: Path
     assert apart(weights(outs[0]), weights(whole)) == 0
 
 
-def test_training_starts_from_an_imported_head(
-    whole: Path, command: list[str], tiny_target: Target, tmp_path: Path
-) -> None:
-    """One that another tool's layout held, with all its weights."""
-    head = load_head(whole / "last").bind(tiny_target.head)
-    export(head, tiny_target.config, "eagle", tmp_path / "theirs")
-    import_head(
-        tmp_path / "theirs", tmp_path / "ours", Recipe.load(command[0], command[1:]).target.path
-    )
-    asked = (f"train.init={tmp_path / 'ours'}", "train.lr=1e-30", "train.max_steps=1")
-    out = run(command, tmp_path / "run", *asked)
-    # with a rate of nothing, the head that comes out is the one that went in
-    assert apart(weights(out), weights(whole)) == 0
-
-
-@pytest.mark.parametrize(
-    ("damage", "override", "message"),
-    [
-        (lambda tensors: tensors.pop("fc.weight"), "train.seed=0", "missing tensors"),
-        (lambda tensors: tensors.update(extra=torch.zeros(1)), "train.seed=0", "unknown"),
-        (lambda tensors: None, "drafter.intermediate_size=96", "needed 96"),
-    ],
-)
-def test_a_head_that_does_not_fit_is_refused(
-    damage: Any, override: str, message: str, whole: Path, command: list[str], tmp_path: Path
-) -> None:
-    """A tensor too few, one too many, another size."""
-    # a head that would fit
-    tensors = weights(whole)
-    damage(tensors)
-    (tmp_path / "config.json").write_bytes((whole / "last/config.json").read_bytes())
-    save_file(tensors, tmp_path / "model.safetensors")
-
-    with pytest.raises(ValueError, match=message):
-        run(command, tmp_path / "run", f"train.init={tmp_path}", override)
-
-
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -273,7 +225,10 @@ def test_a_head_that_does_not_fit_is_refused(
     ],
 )
 def test_another_run_is_not_continued(
-    override: str, message: str, whole: Path, command: list[str]
+    override: str,
+    message: str,
+    whole: Path,
+    command: list[str],
 ) -> None:
     """A folder belongs to the run that began in it."""
     with pytest.raises(ValueError, match=rf"holds a run with {message}.*another train\.out"):
@@ -281,7 +236,10 @@ def test_another_run_is_not_continued(
 
 
 def test_a_folder_may_move_and_watching_may_change(
-    whole: Path, command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    whole: Path,
+    command: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Where a run lies, and how often it is looked at, are no part of it."""
     moved = tmp_path / "moved"

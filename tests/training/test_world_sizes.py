@@ -109,7 +109,12 @@ def run_ranks(count: int, out: Path, name: str, *overrides: str, fault: Any = No
         state = {key: tensor.clone() for key, tensor in head.state_dict().items()}
         torch.save((state, features.reads), out / f"rank-{rank}.pt")
 
-    return on_ranks(count, work, out.with_name(out.name + "-prints"), launched=count > 1)
+    return on_ranks(
+        count,
+        work,
+        out.with_name(out.name + "-prints"),
+        launched=count > 1,
+    )
 
 
 def read_steps(out: Path, ranks: int) -> list[list[int]]:
@@ -169,7 +174,11 @@ def check_same(out: Path, other: Path, ranks: int) -> None:
 @pytest.mark.parametrize("name", ["eagle1", "eagle3", "draft_model"])
 @pytest.mark.parametrize(("ranks", "shard"), [(2, "true"), (4, "false")])
 def test_any_number_of_processes_is_one(
-    ranks: int, shard: str, name: str, alone: Runs, tmp_path: Path
+    ranks: int,
+    shard: str,
+    name: str,
+    alone: Runs,
+    tmp_path: Path,
 ) -> None:
     """Its head whole on each, or sharded: losses, norms, validation, weights, what is read; the head can be loaded."""
     out = tmp_path / "run"
@@ -205,7 +214,11 @@ def test_means_of_texts_are_the_same_on_any_number_of_processes(name: str, tmp_p
     [((2, "false"), (1, "false")), ((2, "false"), (4, "true")), ((4, "true"), (2, "false"))],
 )
 def test_any_number_of_processes_goes_on(
-    first: tuple[int, str], then: tuple[int, str], name: str, alone: Runs, tmp_path: Path
+    first: tuple[int, str],
+    then: tuple[int, str],
+    name: str,
+    alone: Runs,
+    tmp_path: Path,
 ) -> None:
     """After a checkpoint, sharded or not: the conversations and the weights of a run that was never stopped."""
     # (number of processes, whether they share the head)
@@ -260,7 +273,13 @@ def test_a_sharded_head_is_clipped_by_value_and_trained_in_bf16(
     """As without sharding; in parts, too."""
     asked = [*overrides, "train.accumulation=2"]
     for shard in ("false", "true"):
-        run_ranks(2, tmp_path / shard, "eagle1", *asked, f"train.shard_head={shard}")
+        run_ranks(
+            2,
+            tmp_path / shard,
+            "eagle1",
+            *asked,
+            f"train.shard_head={shard}",
+        )
     check_same(tmp_path / "true", tmp_path / "false", 2)
 
 

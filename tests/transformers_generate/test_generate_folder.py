@@ -94,7 +94,12 @@ def test_a_folder_decodes_with_its_head(
     printed = []
     for options in (OPTIONS, with_folder):
         streamer = TextStreamer(tokenizer)
-        tokens = model.generate(prompt, **options, **strings, streamer=streamer).tolist()
+        tokens = model.generate(
+            prompt,
+            **options,
+            **strings,
+            streamer=streamer,
+        ).tolist()
         printed.append((tokens, capsys.readouterr().out))
     assert printed[0] == printed[1]
     assert len(printed[0][0][0]) < stock.shape[1]

@@ -77,7 +77,7 @@ class ComparedBlocks(InjectedHead):
             # division by zero.
             if count:
                 return {"divisor": paces.sum()}
-            if not self.counts_by_forward:
+            if settings.divisor != "weights":
                 weights = paces * weights
             elif batch.divisors:
                 weights = paces / max(batch.divisors[0], 1e-9)

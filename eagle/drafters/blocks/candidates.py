@@ -29,6 +29,12 @@ def pick_candidates(logits: Tensor, count: int) -> Candidates:
     return best.values, best.indices
 
 
+def candidate_log_probs(logits: Tensor, best: Tensor) -> Tensor:
+    """Return the log-probs [.., k], in fp32 or better, of candidates with logits `best` among all logits [.., V]."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return best.to(wide) - logits.to(wide).logsumexp(-1, keepdim=True)
+
+
 def insert_scores(logits: Tensor, candidates: Candidates, scores: Tensor) -> Tensor:
     """Return the logits [.., V] of a level: the scores divide the candidates' part of the slot's own probs among them.
 
@@ -60,15 +66,16 @@ class RankingHead:
 
     head: TargetHead
     count: int  # k
+    normalised: bool  # whether it keeps log-probs of candidates in place of their logits
     chunks: list[Candidates]  # of the rows so far
 
     @classmethod
-    def of(cls, head: TargetHead, count: int) -> RankingHead:
+    def of(cls, head: TargetHead, count: int, normalised: bool = False) -> RankingHead:
         """Return a head that has made no logits yet; `count` is the number of candidates of a row."""
+        ranking = cls(head, count, normalised, [])
         # begins with an empty chunk, as there may be no rows to concatenate
-        return cls(
-            head, count, [pick_candidates(head.weight.new_empty(0, len(head.weight)), count)]
-        )
+        ranking.logits(head.weight.new_empty(0, head.weight.shape[1]))
+        return ranking
 
     @property
     def weight(self) -> Tensor:
@@ -77,14 +84,17 @@ class RankingHead:
 
     @property
     def candidates(self) -> Candidates:
-        """The candidates of all N rows so far [N, k]."""
+        """The candidates of all N rows so far [N, k], with their log-probs in place of logits if `normalised`."""
         logits, tokens = zip(*self.chunks, strict=True)
         return torch.cat(logits), torch.cat(tokens)
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the logits [N, V] of states [N, H], and keep the candidates of these rows."""
         logits = self.head.logits(hidden, out=out)
-        self.chunks.append(pick_candidates(logits, self.count))
+        best, tokens = pick_candidates(logits, self.count)
+        if self.normalised:
+            best = candidate_log_probs(logits, best)
+        self.chunks.append((best, tokens))
         return logits
 
     def slope(self, logits: Tensor, hidden: Tensor) -> Tensor | None:
@@ -105,9 +115,14 @@ class CandidateLogits(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, states: Tensor, logits: Tensor, tokens: Tensor, head: TargetHead
+        ctx: Any,
+        states: Tensor,
+        logits: Tensor,
+        tokens: Tensor,
+        head: TargetHead,
+        normalised: bool = False,
     ) -> Tensor:
-        """Return the logits [N, k] of the candidates.
+        """Return the logits [N, k] of the candidates, or their log-probs.
 
         Args:
             ctx: Keeps what `backward` needs.
@@ -115,8 +130,10 @@ class CandidateLogits(torch.autograd.Function):
             logits: [N, k], those of the candidates.
             tokens: [N, k], the candidates.
             head: The target's LM head.
+            normalised: Whether `logits` are log-probs, which depend on the logits of all tokens.
         """
         ctx.head = head
+        ctx.normalised = normalised
         ctx.save_for_backward(states, tokens)
         return logits.clone()
 
@@ -132,9 +149,15 @@ class CandidateLogits(torch.autograd.Function):
         ):
             full = head.weight.new_zeros(len(hidden), len(head.weight))
             full.scatter_(1, candidates, gradient.to(full.dtype))
-            slope = None if head.is_linear else head.slope(head.logits(hidden), hidden)
+            # [n, V]; not read where the gradient does not depend on them
+            logits: Any = head.logits(hidden) if ctx.normalised or not head.is_linear else None
+            if ctx.normalised:
+                # d log p(c) / d z(v) = 1 if v is c, else 0, - p(v)
+                probs = logits.softmax(-1, dtype=gradient.dtype)
+                full -= (probs * gradient.sum(-1, keepdim=True)).to(full.dtype)
+            slope = None if head.is_linear else head.slope(logits, hidden)
             chunks.append(head.pull_back(full, slope).to(states.dtype))
-        return torch.cat(chunks), None, None, None
+        return torch.cat(chunks), None, None, None, None
 
 
 # -- drafting ---------------------------------------------------------------------------------------------------------
@@ -151,7 +174,8 @@ class CandidateLevels:
         """Find the candidates of B sequences, and compute the logits after the roots.
 
         Args:
-            head: The draft head, bound to a target's head. Its `score_candidates` scores candidates after tokens.
+            head: The draft head, bound to a target's head. Its `score_candidates` scores candidates after tokens, and
+                its `candidate_count` is k.
             requests: Those of the B sequences, of which the roots are read.
             states: [B, K, H], the states that predict each level.
         """
@@ -159,7 +183,7 @@ class CandidateLevels:
         self.states = states
         self.logits: Tensor = head.logits(states, head.target_head)  # [B, K, V]
         # [B, K, k], of the candidates
-        self.best, self.tokens = pick_candidates(self.logits, head.settings.selector_top_k)
+        self.best, self.tokens = pick_candidates(self.logits, head.candidate_count)
         roots = upload(torch.tensor([[request.root] for request in requests]), states.device)
         # [B, V], after the roots
         self.first = self._read_tokens(0, list(range(len(states))), roots)[:, 0]
@@ -191,6 +215,14 @@ class CandidateLevels:
             pick_rows(self.best[:, level], rows),  # [B, 1, k]
             pick_rows(self.tokens[:, level], rows),
         )
-        state = pick_rows(self.states[:, level], rows)
-        scores = self.head.score_candidates(state, tokens, candidates)  # [B, R, k]
+        scores = self.score(depth, rows, tokens, candidates)
         return insert_scores(pick_rows(self.logits[:, level], rows), candidates, scores)
+
+    def score(self, depth: int, rows: list[int], tokens: Tensor, candidates: Candidates) -> Tensor:
+        """Return the scores [B, R, k] of a level's candidates after tokens [B, R], those of nodes of this depth.
+
+        The arguments are those of `__call__`, and the logits and tokens [B, 1, k] of the candidates.
+        """
+        state = pick_rows(self.states[:, depth : depth + 1], rows)
+        scores: Tensor = self.head.score_candidates(state, tokens, candidates)
+        return scores

@@ -14,6 +14,14 @@ from eagle.core.drafter import HeadShape
 from eagle.drafters.parts.decoder_block import Cache, NormedBlock
 
 
+def check_kernel(size: int, slots: int) -> None:
+    """Raise ValueError for a kernel that reads more slots than a block has."""
+    if size > slots:
+        raise ValueError(
+            f"conv_kernel_size is {size}, expected at most slots, {slots}: a convolution reads one block"
+        )
+
+
 class GroupedConv(nn.Module):
     """Two causal convolutions over the slots of a block, one before and one after a sublayer (DFlash2).
 

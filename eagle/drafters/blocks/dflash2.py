@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +30,7 @@ from eagle.drafters.blocks.candidates import (
     insert_scores,
     pick_candidates,
 )
-from eagle.drafters.blocks.convolved_block import ConvolvedBlock
+from eagle.drafters.blocks.convolved_block import ConvolvedBlock, check_kernel
 from eagle.drafters.parts.decoder_block import STD
 from eagle.drafters.parts.reduced_vocab import draft_vocab_size
 
@@ -76,11 +76,7 @@ class DFlash2Settings(ComparedSettings):
     @model_validator(mode="after")
     def _check_kernel(self) -> DFlash2Settings:
         """Refuse a kernel that reads more slots than a block has."""
-        if self.conv_kernel_size > self.slots:
-            raise ValueError(
-                f"conv_kernel_size is {self.conv_kernel_size}, expected at most slots, {self.slots}: a convolution "
-                "reads one block"
-            )
+        check_kernel(self.conv_kernel_size, self.slots)
         return self
 
 
@@ -104,20 +100,10 @@ class DFlash2(ComparedBlocks):
             shape, settings.slots, settings.conv_kernel_size, settings.conv_group_size
         )
 
-    @classmethod
-    def for_target(
-        cls, settings: Any, target_config: Any, target_head: Any = None, supervised: Any = None
-    ) -> Any:
-        """Return a new head, whose convolutions change nothing at first.
-
-        The arguments are those of `InjectedHead.for_target`.
-        """
-        head = super().for_target(settings, target_config, target_head, supervised)
-        # the setting `linears` has drawn all linear layers, of which these begin as zeros
-        for block in head.layers:
-            block.attention_conv.forget_inputs()
-            block.mlp_conv.forget_inputs()
-        return head
+    @property
+    def candidate_count(self) -> int:
+        """The number of candidates of a slot."""
+        return self.settings.selector_top_k
 
     @property
     def parts(self) -> Parts:
@@ -159,7 +145,7 @@ class DFlash2(ComparedBlocks):
         The arguments are those of `ComparedBlocks.losses`: states [A, K, H] and weights [A, K] of K levels after each
         of A anchors.
         """
-        ranking = RankingHead.of(target_head, self.settings.selector_top_k)
+        ranking = RankingHead.of(target_head, self.candidate_count)
         total = self.compare(batch, anchors, states, weights, (ranking, target_head))
         logits, candidates = ranking.candidates  # [N, k]
         flat = states.flatten(0, 1)

@@ -27,6 +27,7 @@ from eagle.core.drafter import (
 from eagle.core.examples import Batch
 from eagle.drafters.blocks.anchors import Anchors, draw_anchors
 from eagle.drafters.blocks.block_spans import attend_block
+from eagle.drafters.blocks.convolved_block import GroupedConv
 from eagle.drafters.blocks.injected_state import InjectedState, SlotLevels
 from eagle.drafters.parts.decoder_block import (
     Linears,
@@ -129,6 +130,7 @@ class InjectedHead(CompiledParts, ReducedVocab, ValidatedHead):
     teacher_taps = (-1,)
     reads_tokens = False  # whether a level's logits depend on the tokens drafted before it
     sharpness = 1.0  # the factor on logits when the nodes of a tree are compared
+    reads_all_levels = False  # whether a level's logits depend on the states of later levels
     # makes the `RowsLevel` that gives the logits of each level from the states of blocks
     open_levels: type[Any] = SlotLevels
     Settings: type[Any]
@@ -205,8 +207,16 @@ class InjectedHead(CompiledParts, ReducedVocab, ValidatedHead):
         derived = {"taps": cls.taps_for(settings, target_config), "mask_token": mask}
         head = cls(settings.model_copy(update=derived), shape)
         head.fill_tables(drafts)
-        draw_linears(head, settings.linears)
+        head.draw_weights()
         return head
+
+    def draw_weights(self) -> None:
+        """Initialise the linear layers of a new head in place, by the setting `linears`."""
+        draw_linears(self, self.settings.linears)
+        for module in self.modules():
+            if isinstance(module, GroupedConv):
+                # convolutions change nothing at first
+                module.forget_inputs()
 
     @property
     def network(self) -> dict[str, Any]:
@@ -269,6 +279,11 @@ class InjectedHead(CompiledParts, ReducedVocab, ValidatedHead):
     def levels(self) -> int:
         """The number of levels that one forward gives, one token each."""
         return int(self.settings.slots) - self.first_slot
+
+    @property
+    def level_width(self) -> int:
+        """The width of what a draft's levels are made of; here it is that of the states."""
+        return int(self.shape.hidden_size)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -568,7 +583,7 @@ class InjectedHead(CompiledParts, ReducedVocab, ValidatedHead):
         `requests` is one draft request, for the constructor of the levels.
         """
         # arbitrary values of the right shapes: the time does not depend on them
-        states = self.fc.weight.new_zeros(1, self.levels, self.shape.hidden_size)
+        states = self.fc.weight.new_zeros(1, self.levels, self.level_width)
         tokens = torch.zeros(1, rows, dtype=torch.long, device=states.device)
         tree_mask = torch.ones_like(tokens, dtype=torch.bool)
         # a level after the first, so that its parents are nodes and not the root

@@ -234,9 +234,10 @@ def grow_slots(
         open_levels: Makes the `RowsLevel` that gives the logits of each level, from the other three arguments.
     """
     requests = [replace(request, budget=request.budget.within(head.levels)) for request in requests]
-    # logits are made only for levels that some tree has
-    max_depth = max(1, *(request.budget.depth for request in requests))
-    levels = open_levels(head, requests, states[:, :max_depth])
+    if not head.reads_all_levels:
+        # logits are made only for levels that some tree has
+        states = states[:, : max(1, *(request.budget.depth for request in requests))]
+    levels = open_levels(head, requests, states)
     # a head that estimates how likely a child is accepted also has levels that say so
     confidence = levels.confidence if head.rates_nodes else None
     return grow_rows(

@@ -70,6 +70,7 @@ class Peagle(FusedHead):
     Settings = PeagleSettings
     settings: PeagleSettings
     sharpness = 1.0  # the factor on logits when the nodes of a tree are compared
+    reads_all_levels = False  # `grow_slots` asks for it
 
     def __init__(self, settings: PeagleSettings, shape: HeadShape) -> None:
         super().__init__(settings, shape)

@@ -8,6 +8,7 @@ from eagle.formats.networks.block_layouts import (
     DFLASH2,
     DOMINO_STYLES,
     DSPARK,
+    LILICORR,
     MARKOV_KINDS,
     VANILLA_STYLES,
     VLLM_REFINER,
@@ -162,12 +163,15 @@ VLLM = Engine(
             reads_window=True,
             reads_draft_vocab=True,
         ),
-        DFLASH2: InjectedLayout(
-            explain_serving("dflash", VLLM_SELECTOR, cpu=False),
-            styles=ZLAB_STYLES,
-            reads_causal=True,
-            reads_window=True,
-        ),
+        **{
+            network: InjectedLayout(
+                explain_serving("dflash", VLLM_SELECTOR, cpu=False),
+                styles=ZLAB_STYLES,
+                reads_causal=True,
+                reads_window=True,
+            )
+            for network in (DFLASH2, LILICORR)
+        },
         DSPARK: InjectedLayout(
             explain_serving("dspark", VLLM_SECOND_RUNNER, cpu=False),
             styles=VANILLA_STYLES,
@@ -241,7 +245,7 @@ SGLANG = Engine(
                 reads_causal=True,
                 reads_window=True,
             )
-            for network in (DFLASH, DFLASH2)
+            for network in (DFLASH, DFLASH2, LILICORR)
         },
         DSPARK: InjectedLayout(
             SGLANG_BLOCKS.replace("METHOD", "DSPARK").replace(

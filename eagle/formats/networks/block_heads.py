@@ -1,4 +1,4 @@
-"""The networks of block heads (DFlash, DFlash2, DSpark, Domino, XPress); tensor names are ours everywhere."""
+"""The networks of block heads (DFlash, DFlash2, LiLiCorr, DSpark, Domino, XPress); tensor names are ours everywhere."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from typing import Any
 from eagle.formats.layout import Config
 from eagle.formats.networks.block_layouts import (
     CONFIDENCE,
+    CONV_KEYS,
     DFLASH,
     DFLASH2,
     DOMINO_INPUT,
     DSPARK,
     FULL,
     GRU,
+    LATTICE_KEYS,
+    LILICORR,
     MARKOV,
     REFINER,
     REFINER_MLP,
@@ -65,6 +68,14 @@ DFLASH2_NAMES = {
 }
 # as modules of their own
 CODEBOOK_NAMES = {name: f"{name}.weight" for name in (PREDECESSORS, SUCCESSORS)}
+# ModelOpt's names of LiLiCorr's MLPs, by their indices; other tensors of the lattice have ours
+SEQUENTIAL_NAMES = {
+    "lilicorr.feature_norm.*": "lilicorr.feature_mlp.0.*",
+    "lilicorr.feature_mlp.up_proj.*": "lilicorr.feature_mlp.1.*",
+    "lilicorr.feature_mlp.down_proj.*": "lilicorr.feature_mlp.3.*",
+    "lilicorr.layers.#.mlp.up_proj.*": "lilicorr.layers.#.mlp.0.*",
+    "lilicorr.layers.#.mlp.down_proj.*": "lilicorr.layers.#.mlp.2.*",
+}
 DSPARK_NAMES = {
     **DFLASH_NAMES,
     **keep_names("markov_head.*", "confidence_head.*", "prefix_gru.*", "embed_proj.*"),
@@ -160,8 +171,9 @@ def _list_refused(head: HeadFolder) -> dict[str, bool]:
     # without layer_types, readers differ in which layers slide
     is_open = bool(block.read("use_sliding_window")) and not (types or nested.read("use_swa"))
     width = keys.read("target_hidden_size")
-    # only DFlash2 has convolutions and a selector
-    foreign = FOREIGN_KEYS if head.method == DFLASH2 else (*FOREIGN_KEYS, *SELECTOR_KEYS)
+    # others have no convolutions and no selector
+    has_more = head.method in (DFLASH2, LILICORR)
+    foreign = FOREIGN_KEYS if has_more else (*FOREIGN_KEYS, *SELECTOR_KEYS)
     # keys that do not matter, or that other functions read, must not count as unknown
     head.mark_handled(
         *("tie_word_embeddings", "attention_bias", "mlp_bias", "sliding_window", *foreign)
@@ -405,6 +417,23 @@ def _read_selected(head: HeadFolder, anchor_key: str, predicts_next: bool) -> Co
     return {**settings, **sizes, "selector_top_k": next(iter(counts), 1)}
 
 
+def _read_lattice(head: HeadFolder) -> Config:
+    """Return the settings of a LiLiCorr head: those of its blocks, and by its config those of its lattice."""
+    settings = _read_blocks(head, "sample_from_anchor", predicts_next=False)
+    nested = head.nested
+    # without the key the lattice has the width of the head
+    settings["hidden_size"] = head.shape["hidden_size"]
+    for key in LATTICE_KEYS:
+        value = nested.read(f"lilicorr_{key}")
+        if value is not None:
+            settings[key] = value
+        elif key not in settings:
+            head.problem(f"config.json: no lilicorr_{key} in dflash_config", FROM_RUN)
+    if nested.read("lilicorr_enabled") is False:
+        head.problem("config.json: lilicorr_enabled is false", FROM_RUN)
+    return settings | {key: nested.read(key) for key in CONV_KEYS}
+
+
 # -- the correction of a slot's logits --------------------------------------------------------------------------------
 
 
@@ -610,6 +639,17 @@ DFLASH2_HEADS = replace(
     # a new head's convolutions change nothing, and its selector scores nothing
     zero_at_first=r"layers\.\d+\.(attention|mlp)_conv\.kernel_projection\.weight|"
     + re.escape(SUCCESSORS),
+)
+LILICORR_HEADS = replace(
+    DFLASH2_HEADS,
+    name="a LiLiCorr head",
+    method=LILICORR,
+    methods=(LILICORR,),
+    tensors=r"lilicorr\.",
+    type_words="lilicorr",
+    read_settings=_read_lattice,
+    spellings=((MODELOPT, SEQUENTIAL_NAMES), (ZLAB, DFLASH_NAMES | keep_names("lilicorr.*"))),
+    zero_at_first=DFLASH2_HEADS.zero_at_first + r"|lilicorr\.(slot|rank)_embedding",
 )
 DSPARK_HEADS = replace(
     DFLASH_HEADS,

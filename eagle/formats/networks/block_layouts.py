@@ -26,6 +26,7 @@ from eagle.formats.reading.head_folder import EMBEDDING, OUTPUT
 DFLASH = "dflash"
 DFLASH2 = "dflash2"
 DSPARK = "dspark"
+LILICORR = "lilicorr"
 XPRESS = "xpress"
 CONFIDENCE = "confidence_head.proj.weight"
 MARKOV = "markov_head.markov_w1.weight"
@@ -47,7 +48,14 @@ VLLM_REFINER = {
     },
 }
 # DFlash2's settings, whose names are keys of every config
-SELECTOR_KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+CONV_KEYS = ("conv_kernel_size", "conv_group_size")
+SELECTOR_KEYS = (*CONV_KEYS, "selector_rank", "selector_top_k")
+# LiLiCorr's settings, which are keys after `lilicorr_`; readers have no defaults
+LATTICE_KEYS = (
+    *("candidate_topk", "hidden_size", "factor_dim", "num_layers", "num_heads", "mlp_ratio"),
+    *("logit_scale", "vector_eps"),
+)
+CANDIDATES = (1, 2, 4, 8, 16)  # of a slot, that engines take
 # how configs of transformers name the two kinds of layers
 FULL = "full_attention"
 SLIDING = "sliding_attention"
@@ -165,13 +173,20 @@ def _markov_keys(drafter: TrainableDrafter) -> Config:
 
 
 def zlab_config(drafter: TrainableDrafter, target_config: TargetConfig) -> Config:
-    """Return z-lab's config of DFlash or DFlash2, for heads whose first slot reads the root and predicts nothing."""
-    more = {"sample_from_anchor": False}
+    """Return z-lab's config of DFlash and of heads with more, whose first slot reads the root and predicts nothing."""
+    more: Config = {"sample_from_anchor": False}
     architecture = "DFlashDraftModel"
     if drafter.settings.kind == DFLASH2:
         architecture = "DFlash2DraftModel"
         # it is read here, and by older code at the top
         more |= {"block_size": drafter.settings.slots, **_selector_keys(drafter)}
+    if drafter.settings.kind == LILICORR:
+        architecture = "LiLiCorrDraftModel"
+        more |= {"block_size": drafter.settings.slots, "lilicorr_enabled": True}
+        more |= {f"lilicorr_{key}": getattr(drafter.settings, key) for key in LATTICE_KEYS}
+        # a reader takes a head with such a key for one with convolutions
+        if drafter.settings.conv_kernel_size:
+            more |= {key: getattr(drafter.settings, key) for key in CONV_KEYS}
     # the key holds for all layers alike, so it is left out where only layers with a window are causal
     if drafter.network["causal"] != "window":
         more["causal"] = drafter.network["causal"]
@@ -359,6 +374,11 @@ class InjectedLayout(NetworkLayout):
         style = self._choose_style(drafter.settings, engine)
         self._check(drafter, engine)
         self._check_confidence(drafter, engine, is_domino=style is domino_config)
+        if drafter.settings.kind == LILICORR and drafter.settings.candidate_topk not in CANDIDATES:
+            raise ValueError(
+                f"{engine}: drafter.candidate_topk is {drafter.settings.candidate_topk}, expected one of {CANDIDATES}: "
+                "train with such"
+            )
         _check_taps(drafter, target_config, engine)
         # readers sort the layers' ids, so the columns of `fc` must follow them in that order. `order` has the index,
         # among the taps, of the lowest layer, the next and so on.

@@ -84,15 +84,17 @@ KEYS_READ = {  # the keys that are read, by the kind of their values
     "sliding_window swa_window_size target_hidden_size parallel_draft_step n_predict k_mask num_heads num_medusa_heads "
     "num_medusa_layers medusa_num_heads medusa_num_layers hydra_num_heads hydra_num_layers "
     "xpress_rank xpress_mlp_hidden xpress_block_size "
-    "conv_kernel_size conv_group_size selector_rank selector_top_k",
+    "conv_kernel_size conv_group_size selector_rank selector_top_k lilicorr_candidate_topk lilicorr_hidden_size "
+    "lilicorr_factor_dim lilicorr_num_layers lilicorr_num_heads",
     "a whole number, 0 or more": "mask_token_id pard_token ptd_token_id markov_rank pure_draft_prefix_len "
     "num_jacobi_passes xpress_num_passes",
-    "a number above 0": "rope_theta partial_rotary_factor rms_norm_eps logit_scale",
+    "a number above 0": "rope_theta partial_rotary_factor rms_norm_eps logit_scale lilicorr_mlp_ratio "
+    "lilicorr_logit_scale lilicorr_vector_eps",
     "true or false": "bias attention_bias mlp_bias qkv_bias tie_word_embeddings tie_weights scale_input norm_before_fc "
     "norm_before_residual fc_norm norm_output use_mtp_layernorm use_input_layernorm_in_first_layer "
     "use_aux_hidden_state use_sliding_window sliding_window_non_causal use_swa is_causal causal sample_from_anchor "
     "dspark_bonus_anchor shift_label enable_confidence_head use_confidence_head grounded_heads original_lm_head "
-    "is_neox_style rope_is_neox_style",
+    "is_neox_style rope_is_neox_style lilicorr_enabled",
     "a text": "hidden_act hydra_head_arch markov_head_type name_or_path base_model_name_or_path",
     "a mapping": "shape transformer_layer_config settings eagle_config dflash_config medusa speculators_config "
     "verifier rope_parameters rope_scaling",

@@ -12,6 +12,7 @@ from eagle.formats.networks.block_heads import (
     DFLASH_HEADS,
     DOMINO_HEADS,
     DSPARK_HEADS,
+    LILICORR_HEADS,
     XPRESS_HEADS,
 )
 from eagle.formats.networks.eagle_heads import EAGLE1_HEADS, EAGLE3_HEADS, PEAGLE_HEADS
@@ -24,8 +25,6 @@ from eagle.formats.reading.files import read_json, read_tensors
 from eagle.formats.reading.head_folder import OWN, HeadFolder, describe_tensor, usual_name
 
 NOT_YET = "Heads of this kind are not readable here yet: serve it with an engine that knows it"
-# kinds of heads that are not readable here, each by a word that its config and its tensors' names have
-UNREADABLE = {"lilicorr": "a LiLiCorr head"}
 # advice on a language model
 AS_DRAFT = "load_drafter takes it as a draft model, for a target with the same vocabulary (docs/drafters.md)"
 # networks with tensors or keys that no other has, in the order of the search: some have those of a later one too
@@ -33,6 +32,7 @@ WITH_SIGNS = (
     DSPARK_HEADS,
     DOMINO_HEADS,
     XPRESS_HEADS,
+    LILICORR_HEADS,
     DFLASH2_HEADS,
     DFLASH_HEADS,
     PEAGLE_HEADS,
@@ -131,10 +131,6 @@ def kind_by_tensors(names: Iterable[str], config: dict[str, Any]) -> tuple[str, 
     """
     names = list(names)
     words = _read_words(config)
-    # first, as they have the tensors of a DFlash head, and may have those of DFlash2
-    for sign, kind in UNREADABLE.items():
-        if any(sign in word for word in (*words, *names)):
-            return kind, NOT_YET
     # either sign is enough, as tensors or config may be those of an older release
     for network in WITH_SIGNS:
         if any(re.match(network.tensors, name) for name in names) or _is_named(
@@ -179,9 +175,6 @@ def _kind_of_model(names: list[str], config: dict[str, Any]) -> tuple[str, str]:
 def kind_by_config(config: dict[str, Any]) -> str:
     """Return in words what a checkpoint with unreadable weights is, by its config alone; "" if unknown."""
     words = _read_words(config)
-    for sign, kind in UNREADABLE.items():
-        if any(sign in word for word in words):
-            return kind
     for network in (*WITH_SIGNS, MTP_HEADS):
         if _is_named(network, words, config):
             return network.name

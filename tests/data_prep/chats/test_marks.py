@@ -224,7 +224,9 @@ def test_a_label_of_an_unpaired_preference_is_no_class(label: int | None, is_dro
     ],
 )
 def test_what_a_turn_says_is_read_or_noted(
-    marks: str, weight: int | None, note: str | None
+    marks: str,
+    weight: int | None,
+    note: str | None,
 ) -> None:
     """Such an answer is read as history, and the next one is learned."""
     assert weigh_history(**json.loads(marks)) == (weight, {note} if note else set())

@@ -88,7 +88,11 @@ def test_an_answer_that_is_printed_empty_is_not_learned(
     ],
 )
 def test_what_the_template_leaves_out_is_named(
-    base: Any, template: str, turns: list[dict[str, Any]], tools: Any, part: str
+    base: Any,
+    template: str,
+    turns: list[dict[str, Any]],
+    tools: Any,
+    part: str,
 ) -> None:
     """It is counted once a conversation; the answers are learned as they are printed."""
     base.chat_template = template
@@ -136,7 +140,10 @@ MARKS = [
 
 @pytest.mark.parametrize(("tail", "following", "stop", "mark"), MARKS)
 def test_the_end_mark_is_what_the_model_says_itself(
-    tail: str, following: str, stop: str, mark: str
+    tail: str,
+    following: str,
+    stop: str,
+    mark: str,
 ) -> None:
     """The opening of the next turn is no part of it."""
     assert (

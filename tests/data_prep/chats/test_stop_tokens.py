@@ -72,7 +72,10 @@ NAMED = [(name, "two answers", False) for name in ("closes later", "between turn
 
 @pytest.mark.parametrize(("template", "talk", "is_known"), [*KNOWN, *NAMED])
 def test_a_server_stops_where_an_answer_is_learned_to_end(
-    base: Any, template: str, talk: str, is_known: bool
+    base: Any,
+    template: str,
+    talk: str,
+    is_known: bool,
 ) -> None:
     """A server that says the supervised tokens stops at the last of each answer, and at none before."""
     tokenizer = use_template(base, template, is_known)

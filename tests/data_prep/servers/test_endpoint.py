@@ -71,7 +71,10 @@ def test_another_model_is_refused() -> None:
 
 @pytest.mark.parametrize("is_counting", [True, False])
 def test_another_tokenizer_is_refused(
-    is_counting: bool, tiny_target: Target, tiny_target_dir: Path, tmp_path: Path
+    is_counting: bool,
+    tiny_target: Target,
+    tiny_target_dir: Path,
+    tmp_path: Path,
 ) -> None:
     """A probe of many scripts must have as many tokens there as here, and nothing else is asked."""
     # a server that counts no tokens cannot be checked, and is refused too

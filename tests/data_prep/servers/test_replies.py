@@ -117,7 +117,9 @@ def test_a_reply_without_an_answer_fails_alone(
     ],
 )
 def test_finish_reasons_of_other_servers_count(
-    finish_reason: str, note: str, read_reply: Any
+    finish_reason: str,
+    note: str,
+    read_reply: Any,
 ) -> None:
     """An answer is truncated or filtered in any server's words."""
     assert note in read_reply(completion("half", finish_reason))["notes"]
@@ -223,7 +225,10 @@ def test_a_list_of_models_has_many_forms(models: Any, positions: int | None) -> 
 
 @pytest.mark.parametrize("count", [5, 60])
 def test_a_server_that_says_nothing_is_an_error(
-    count: int, tiny_target: Target, tiny_target_dir: Path, tmp_path: Path
+    count: int,
+    tiny_target: Target,
+    tiny_target_dir: Path,
+    tmp_path: Path,
 ) -> None:
     """The run fails at the end of few conversations, or after twenty of many, and writes no file."""
     # either the run ends, or it stops after twenty empty answers

@@ -57,7 +57,10 @@ def sample_uniformly(logits: torch.Tensor) -> torch.Tensor:
 
 @torch.inference_mode()
 def write_answer(
-    target: Target, request: dict[str, Any], sample: Sampler, tells_probs: bool
+    target: Target,
+    request: dict[str, Any],
+    sample: Sampler,
+    tells_probs: bool,
 ) -> dict[str, Any]:
     """Return the reply of a server of the untouched model that samples in this way, token by token."""
     # answers are the same at every run, as with a server that takes seeds
@@ -220,7 +223,10 @@ def test_a_server_that_samples_wrongly_is_refused(
 
 
 def test_a_server_that_goes_wrong_is_left(
-    command: list[str], target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: list[str],
+    target: Target,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What was written before stays whole, and a right server goes on from there."""
     monkeypatch.setattr(sampler_check, "EVERY", 2)
@@ -250,7 +256,10 @@ def test_a_server_that_goes_wrong_is_left(
 
 
 def sample_tokens(
-    probs: torch.Tensor, count: int, power: float = 1.0, swap: bool = False
+    probs: torch.Tensor,
+    count: int,
+    power: float = 1.0,
+    swap: bool = False,
 ) -> list[dict[str, Any]]:
     """Return entries of tokens sampled from `probs ** power`, with the twenty likeliest.
 
@@ -302,7 +311,10 @@ def test_a_right_sampler_is_not_suspected(spread: float, swap: bool) -> None:
     ],
 )
 def test_broken_characters_are_counted_where_the_target_is_to_blame(
-    text: str, finish: str, question: str, expected: bool
+    text: str,
+    finish: str,
+    question: str,
+    expected: bool,
 ) -> None:
     """Those asked about do not count, nor those that a limit cuts through."""
     assert (
@@ -374,7 +386,9 @@ def test_an_answer_with_broken_characters_is_not_learned(tiny_target: Target) ->
     ],
 )
 def test_an_empty_or_filtered_answer_ends_the_conversation(
-    reply: Any, note: str, tiny_target: Target
+    reply: Any,
+    note: str,
+    tiny_target: Target,
 ) -> None:
     """The answers before it are kept; where there is none, the conversation is dropped."""
     conversation = talk("name", "user: a", "assistant: b", "user: c", "assistant: d")

@@ -57,7 +57,10 @@ def undisturbed(tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -
 @pytest.mark.quick("500", "html", "hang")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_changes_nothing(
-    fault: str, undisturbed: bytes, tiny_target: Target, tmp_path: Path
+    fault: str,
+    undisturbed: bytes,
+    tiny_target: Target,
+    tmp_path: Path,
 ) -> None:
     """A fault in every third request changes neither the answers nor how often the server is asked."""
     out = tmp_path / "out.jsonl"
@@ -120,7 +123,9 @@ def test_what_fails_too_often_is_counted_with_its_reason(
 
 @pytest.mark.slow
 def test_a_hung_server_is_noticed_within_its_timeout(
-    tiny_target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_target: Target,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The first silence is printed; after a few in a row nothing more is asked of that server."""
     with serving(echo) as (url, asked), faults_before(url, lambda *_: "hang") as proxy:
@@ -173,7 +178,10 @@ def test_a_connection_that_never_stands_has_a_limit_of_its_own() -> None:
     ],
 )
 def test_a_key_in_an_address_is_refused_and_not_shown(
-    address: Any, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    address: Any,
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A recipe is copied into runs and model cards: the key belongs into the environment."""
     with pytest.raises(SystemExit):
@@ -437,7 +445,9 @@ def plant_some(number: int, request: dict[str, Any]) -> str | None:
 
 @pytest.mark.slow
 def test_kills_among_faults_change_nothing(
-    tiny_target: Target, tiny_target_dir: Path, tmp_path: Path
+    tiny_target: Target,
+    tiny_target_dir: Path,
+    tmp_path: Path,
 ) -> None:
     """Two faulty servers and a client that is killed, then interrupted, give the file of a quiet run."""
     gate = threading.Semaphore(0)

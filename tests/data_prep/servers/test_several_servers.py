@@ -98,7 +98,9 @@ class Mortal:
 
 
 def test_a_server_that_dies_is_replaced_and_comes_back(
-    tiny_target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_target: Target,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The other takes over though the dead one is tried again and again; then both answer."""
     out = tmp_path / "out.jsonl"
@@ -156,7 +158,10 @@ def test_a_server_that_comes_back_with_another_model_is_refused(
     ],
 )
 def test_only_what_was_asked_costs_an_attempt(
-    kind: Kind, was_asked: bool, cost: int, tiny_target: Target
+    kind: Kind,
+    was_asked: bool,
+    cost: int,
+    tiny_target: Target,
 ) -> None:
     """A conversation fails once it has cost its two attempts."""
     with serving(echo) as (url, _):
@@ -280,7 +285,9 @@ def test_a_model_may_be_named(
 
 
 def test_samples_are_conversations_of_their_own(
-    tiny_target: Target, tiny_target_dir: Path, tmp_path: Path
+    tiny_target: Target,
+    tiny_target_dir: Path,
+    tmp_path: Path,
 ) -> None:
     """Each sample `id#k` has a seed of its own, which is the same at another run."""
     # an answer that shows its seed

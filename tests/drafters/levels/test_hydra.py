@@ -16,10 +16,10 @@ from eagle import Budget
 from eagle.core.drafter import Committed
 from eagle.core.examples import collate
 from eagle.core.tree import PUBLISHED_TREE
-from eagle.drafters.levels.hydra import Hydra, HydraSettings
+from eagle.drafters.levels.hydra import Hydra
 from eagle.drafters.parts import sequence_state, spans
 from eagle.drafters.parts.text_dropout import TextDropout
-from tests import naive_hydra
+from tests import naive_hydra, single_slots
 from tests.drafters.test_many_texts import BUDGETS, SAMPLINGS, play
 from tests.enumerate_law import texts_of as paths_of
 from tests.naive_hydra import level_hidden, level_logits, prefix_states
@@ -29,10 +29,11 @@ from tests.unrolled_heads import (
     SHAPE,
     SPANS,
     TAPS,
+    Weights,
     apart,
     computed,
     frozen_head,
-    moved,
+    gradients_of,
     texts_of,
 )
 
@@ -61,19 +62,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def new_head(name: str, **changes: Any) -> Any:
     """Return a head of a variant in fp64, whose weights differ from how they start."""
-    torch.manual_seed(2)
-    settings = HydraSettings(**{**VARIANTS[name], **changes})
-    return (
-        moved(
-            Hydra.for_target(
-                settings,
-                SHAPE,
-                frozen_head(torch.float32),
-            )
-        )
-        .to(FP64)
-        .train()
-    )
+    return single_slots.new_head(**{"kind": "hydra", **VARIANTS[name], **changes})
 
 
 # -- the loss -----------------------------------------------------------------------------------
@@ -84,23 +73,17 @@ def difference(name: str, answers: dict[int, list[tuple[int, int]]]) -> float:
     head = new_head(name)
     target_head = frozen_head(FP64)
     texts = texts_of(answers, FP64)
-    weights = {}
-    for key, weight in head.state_dict().items():
-        weights[key] = weight.detach().clone().requires_grad_()
-    loss = naive_hydra.hydra_loss(
-        weights,
-        head.settings,
-        head.shape,
-        texts,
-        target_head,
-    )
-    gradients = torch.autograd.grad(loss, list(weights.values()))
-    expected = {"total": loss.detach(), **dict(zip(weights, gradients, strict=True))}
-    return apart(
-        head,
-        computed(head, collate(texts, TAPS), target_head),
-        expected,
-    )
+
+    def loop(weights: Weights) -> Tensor:
+        return naive_hydra.hydra_loss(
+            weights,
+            head.settings,
+            head.shape,
+            texts,
+            target_head,
+        )
+
+    return apart(head, computed(head, collate(texts, TAPS), target_head), gradients_of(head, loop))
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -16,14 +16,16 @@ from transformers import LlamaConfig
 
 from eagle import Budget
 from eagle.core.drafter import Committed, TargetHead
-from eagle.core.examples import Batch, Example, collate
+from eagle.core.examples import Batch, collate
 from eagle.core.tree import PUBLISHED_TREE
-from eagle.drafters import DRAFTERS, settings_of
-from eagle.drafters.levels.medusa import FALLING, Medusa
+from eagle.drafters.levels import level_heads
+from eagle.drafters.levels.medusa import Medusa
+from eagle.drafters.parts.objectives import align_steps
+from tests import single_slots
 from tests.enumerate_law import texts_of as paths_of
-from tests.naive_divisors import Term, divide_terms
 from tests.registry import LEVEL_HEADS
-from tests.unrolled_heads import SHAPE, SPANS, TAPS, apart, computed, frozen_head, moved, texts_of
+from tests.single_slots import distance_from_loop
+from tests.unrolled_heads import SHAPE, TAPS, Weights, frozen_head, texts_of
 
 FP64 = torch.float64
 LEVELS = 4
@@ -45,92 +47,33 @@ Path = tuple[int, ...]
 """The tokens from the root's child to a node."""
 
 
-def new_head(
-    name: str,
-    shape: LlamaConfig = SHAPE,
-    target_head: TargetHead | None = None,
-    **changes: Any,
-) -> Any:
-    """Return a head in fp64 whose weights differ from how they start, without dropout."""
-    torch.manual_seed(2)
-    settings = settings_of(
-        {
-            "kind": name,
-            "levels": LEVELS,
-            **changes,
-        },
-        "test",
-    )
-    head = DRAFTERS[name].for_target(
-        settings,
-        shape,
-        target_head or frozen_head(torch.float32),
-    )
-    return moved(head).double().eval()
+def new_head(name: str, **changes: Any) -> Any:
+    """Return a head of four levels whose weights differ from how they start, without dropout."""
+    return single_slots.new_head(**{"kind": name, "levels": LEVELS, **changes}).eval()
 
 
 # -- Medusa's loss ------------------------------------------------------------------------------
 
 
-def level_logits(
-    head: Medusa,
-    level: int,
+def levels_of(
+    weights: Weights,
+    settings: Any,
     state: Tensor,
-    target_head: TargetHead,
-) -> Tensor:
-    """Return [V], the logits of a level for one state [H], by the paper's formula."""
-    for layer in head.blocks[level]:
-        inner = layer.weight @ state + layer.bias
-        state = state + inner * inner.sigmoid()
-    lm_head = head.heads[level].weight if len(head.heads) else target_head.weight
-    return lm_head @ state
-
-
-def loop_over_slots(
-    head: Medusa,
-    texts: list[Example],
-    target_head: TargetHead,
-) -> Tensor:
-    """Return the loss slot by slot and level by level, up to the first gap in the answers."""
-    settings = head.settings
-    terms: list[Term] = []
-    for text_index, text in enumerate(texts):
-        assert text.features is not None
-        states = text.features[:, TAPS.index(-1)]
-        for position in range(2, len(text.tokens)):
-            for level in range(settings.levels):
-                # level d of slot i predicts token i + 2 + d
-                predicted = position + level
-                span = text.loss_mask[position : predicted + 1]
-                if predicted >= len(text.tokens) or not span.all():
-                    break
-                logits = level_logits(head, level, states[position - 2], target_head)
-                log_probs = logits.log_softmax(-1)
-                if settings.loss == "tokens":
-                    loss = -log_probs[text.tokens[predicted]]
-                else:
-                    target_probs = target_head.logits(states[predicted - 1]).softmax(-1)
-                    loss = -(target_probs * log_probs).sum()
-                weight = FALLING ** (level + 1) if settings.weights == "falling" else 1
-                terms.append((text_index, level, weight, loss))
-    supervised = [int(text.loss_mask[2:].sum()) for text in texts]
-    return divide_terms(settings.divisor, terms, supervised)
+    tokens: Sequence[int],
+) -> Iterator[Tensor]:
+    """Yield [V], the logits of each level from the target's state alone, by the paper's formula."""
+    for level in range(settings.levels):
+        x = state
+        for layer in range(settings.layers):
+            block = f"blocks.{level}.{layer}"
+            inner = weights[f"{block}.weight"] @ x + weights[f"{block}.bias"]
+            x = x + inner * inner.sigmoid()
+        yield weights.get(f"heads.{level}.weight", weights["frozen"]) @ x
 
 
 def difference(variant: str) -> float:
     """Return how far training's loss and gradients are from the loop's."""
-    texts = texts_of(SPANS, FP64)
-    target_head = frozen_head(FP64)
-    head = new_head("medusa", **VARIANTS[variant])
-    loss = loop_over_slots(head, texts, target_head)
-    learned = dict(head.named_parameters())
-    gradients = torch.autograd.grad(loss, list(learned.values()))
-    expected = {"total": loss.detach(), **dict(zip(learned, gradients, strict=True))}
-    return apart(
-        head,
-        computed(head, collate(texts, TAPS), target_head),
-        expected,
-    )
+    return distance_from_loop(levels_of, new_head("medusa", **VARIANTS[variant]))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -149,13 +92,27 @@ def read_next_states(
     return states
 
 
-def test_a_state_that_is_off_by_one_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The comparison fails if slots begin from the state of their root."""
-    monkeypatch.setattr(
-        Medusa,
-        "start_states",
-        read_next_states,
-    )
+def learn_in_reverse(states: Sequence[Tensor]) -> Tensor:
+    """Return the levels' states in reverse order: the first level learns what is the last one's."""
+    return align_steps(states[::-1])
+
+
+@pytest.mark.parametrize(
+    ("home", "name", "fault"),
+    [
+        (Medusa, "start_states", read_next_states),
+        (level_heads, "align_steps", learn_in_reverse),
+    ],
+    ids=["states", "tokens"],
+)
+def test_a_fault_is_seen(
+    home: Any,
+    name: str,
+    fault: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The comparison fails if slots begin from the state of their root, or levels learn other tokens."""
+    monkeypatch.setattr(home, name, fault)
     assert difference("falling weights") > 1e-3
 
 
@@ -244,7 +201,8 @@ def small_head(name: str) -> Any:
     embedding = nn.Embedding(12, 16, dtype=FP64).requires_grad_(False)
     output = nn.Linear(16, 12, bias=False, dtype=FP64).requires_grad_(False)
     target_head = TargetHead(embedding, output)
-    return new_head(name, SMALL, target_head, levels=DEPTH).bind(target_head)
+    head = new_head(name, shape=SMALL, target_head=target_head, levels=DEPTH)
+    return head.bind(target_head)
 
 
 def small_state(scale: float) -> Tensor:

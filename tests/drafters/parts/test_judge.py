@@ -20,10 +20,9 @@ from eagle.drafters.none import NoDrafter
 from eagle.drafters.parts import sequence_blocks
 from eagle.drafters.parts.validation import figures, validate_sequence
 from eagle.drafters.recurrent.eagle1 import Eagle1
-from tests.drafters.loops import split_texts
 from tests.families import VOCAB_SIZE, build, random_tokens
 from tests.trained import fixture_seed
-from tests.unrolled_heads import causal_states
+from tests.unrolled_heads import causal_states, split_texts
 
 TREES = {"chain": chain_paths(4), "tree": PUBLISHED_TREE}
 PROMPT = 12

@@ -121,7 +121,12 @@ def results(
     for pair in own:
         leaves += pair
     # unlike weights, so that errors do not cancel out
-    weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)
+    weights = torch.linspace(
+        -1,
+        1,
+        output.numel(),
+        dtype=output.dtype,
+    ).view_as(output)
     gradients = torch.autograd.grad(
         (output * weights).sum(),
         leaves,

@@ -23,8 +23,18 @@ def test_the_share_that_is_asked_for_is_dropped(share: float) -> None:
 def test_a_text_drops_the_same_whatever_stands_beside_it() -> None:
     """Alone, packed or padded; each call draws again. 7 numbers a row fill no whole word."""
     counts = [3, 1, 5]
-    packed = TextDropout(0.3, [0, 1, 2], counts, CPU)(torch.ones(sum(counts), 7)).split(counts)
-    padded = TextDropout(0.3, [0, 1, 2], counts, CPU).drop_padded(torch.ones(3, 5, 7))
+    packed = TextDropout(
+        0.3,
+        [0, 1, 2],
+        counts,
+        CPU,
+    )(torch.ones(sum(counts), 7)).split(counts)
+    padded = TextDropout(
+        0.3,
+        [0, 1, 2],
+        counts,
+        CPU,
+    ).drop_padded(torch.ones(3, 5, 7))
     for text, count in enumerate(counts):
         drop = TextDropout(0.3, [text], [count], CPU)
         rows = torch.ones(count, 7)

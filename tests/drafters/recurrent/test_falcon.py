@@ -24,11 +24,18 @@ from eagle.core.tree import chain_paths
 from eagle.drafters.parts import spans
 from eagle.drafters.recurrent import block_state, falcon
 from eagle.drafters.recurrent.falcon import Falcon, SlotBlocks
-from tests.drafters.loops import split_texts
 from tests.drafters.parts.test_judge import counted_by_drafting
 from tests.enumerate_law import texts_of
 from tests.naive_unroll import Network, attended, output_of, projected
-from tests.unrolled_heads import SHAPE, Weights, apart, computed, frozen_head, moved
+from tests.unrolled_heads import (
+    SHAPE,
+    Weights,
+    apart,
+    computed,
+    frozen_head,
+    moved,
+    split_texts,
+)
 
 H = SHAPE.hidden_size
 V = SHAPE.vocab_size
@@ -533,20 +540,6 @@ def test_validation_counts_what_drafting_at_every_slot_counts(
     # a planted fault: slots that end no block count as the others do
     monkeypatch.setattr(falcon, "drafted_mask", lambda batch, size: batch.loss_mask)
     assert validate() != expected
-
-
-@pytest.mark.parametrize(("k", "levels"), [(2, 7), (3, 7), (4, 5)])
-def test_states_along_a_text_are_the_loops(k: int, levels: int) -> None:
-    """Blocks stand behind one another; those of the last slot stand behind the text."""
-    target_head = frozen_head(torch.float64)
-    head = new_head(k, levels)
-    loop = Loop(head, target_head)
-    batch = make_batch({12: [(6, 7), (11, 12)]})
-    context = loop.enter_text(batch.tokens, batch.features[:, 0], 4)
-    expected = loop.path_states(context, tuple(batch.tokens[6:].tolist()))
-    states = [states[0] for states, _ in head.draft_levels(batch, target_head, levels)]
-    # the norms compute in fp32
-    torch.testing.assert_close(states, expected[:levels], rtol=0, atol=1e-5)
 
 
 def test_a_forward_is_priced_by_its_rows() -> None:

@@ -21,9 +21,16 @@ from eagle.drafters.recurrent.hass import Hass
 from eagle.formats.checkpoint import load_head, save_head
 from eagle.recipe import Recipe
 from eagle.training.start import first_head
-from tests.drafters.loops import loop_gradients
 from tests.naive_unroll import hass_loss
-from tests.unrolled_heads import SHAPE, TAPS, apart, computed, frozen_head, texts_of
+from tests.unrolled_heads import (
+    SHAPE,
+    TAPS,
+    apart,
+    computed,
+    frozen_head,
+    gradients_of,
+    texts_of,
+)
 
 SAID = {
     17: [(3, 5), (6, 7), (8, 17)],
@@ -113,7 +120,7 @@ def test_noise_is_on_what_the_first_step_reads_alone(batch: Batch) -> None:
         )
 
     # in evaluation there is no noise, which shows that it is compared at all
-    expected = loop_gradients(head, compute_loss)
+    expected = gradients_of(head, compute_loss)
     assert apart(head, computed(head, batch, FROZEN), expected) < 1e-5
     assert apart(head.eval(), computed(head, batch, FROZEN), expected) > 1e-3
 
@@ -144,8 +151,8 @@ def test_a_loss_of_the_frequent_tokens_is_that_of_a_smaller_matrix(batch: Batch)
         )
 
     found = computed(head.eval(), batch, FROZEN)
-    narrow = loop_gradients(head, partial(compute_loss, target_head=FROZEN.narrow(FREQUENT)))
-    whole = loop_gradients(head, partial(compute_loss, target_head=FROZEN))
+    narrow = gradients_of(head, partial(compute_loss, target_head=FROZEN.narrow(FREQUENT)))
+    whole = gradients_of(head, partial(compute_loss, target_head=FROZEN))
     assert apart(head, found, narrow) < 1e-5
     # the loss of the whole vocabulary is another
     assert apart(head, found, whole) > 1e-3
@@ -203,7 +210,12 @@ def started(
     """Return the head that a training run with `train.init` starts from."""
     train = recipe.train.model_copy(update={"init": str(init)})
     asked = recipe.model_copy(update={"train": train})
-    return first_head(asked, settings, EmptyData(), EmptyData())  # type: ignore[arg-type]
+    return first_head(
+        asked,
+        settings,
+        EmptyData(),
+        EmptyData(),
+    )  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

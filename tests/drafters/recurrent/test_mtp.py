@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +16,6 @@ from eagle.drafters.parts.decoder_block import head_shape
 from eagle.drafters.parts.objectives import choose_teacher
 from eagle.drafters.recurrent import mtp
 from eagle.drafters.recurrent.mtp import Mtp, MtpSettings
-from eagle.formats.checkpoint import load_head, save_head
-from tests.drafters.loops import loop_gradients
 from tests.drafters.recurrent.test_unroll_steps import drafting_is_training
 from tests.naive_unroll import Network, anchors_of, law_loss, rms, unrolled
 from tests.unrolled_heads import (
@@ -29,6 +26,7 @@ from tests.unrolled_heads import (
     apart,
     computed,
     frozen_head,
+    gradients_of,
     moved,
     texts_of,
 )
@@ -132,7 +130,7 @@ def distance_from_loop(variant: str) -> float:
     target_head = frozen_head(torch.float64)
     head = new_head(variant, torch.float64)
     # the loop computes one slot at a time, the head all of them at once
-    expected = loop_gradients(head, lambda weights: compute_loss(weights, head, texts, target_head))
+    expected = gradients_of(head, lambda weights: compute_loss(weights, head, texts, target_head))
     return apart(
         head,
         computed(head, collate(texts, TAPS), target_head),
@@ -203,20 +201,9 @@ def test_a_loss_of_the_frequent_tokens_is_that_of_a_smaller_matrix() -> None:
         return compute_loss(weights, head, texts, narrow_head)
 
     found = computed(head, collate(texts, TAPS), target_head)
-    assert apart(head, found, loop_gradients(head, narrow_loss)) < 1e-6
-    whole = loop_gradients(head, lambda weights: compute_loss(weights, head, texts, target_head))
+    assert apart(head, found, gradients_of(head, narrow_loss)) < 1e-6
+    whole = gradients_of(head, lambda weights: compute_loss(weights, head, texts, target_head))
     assert apart(head, found, whole) > 1e-3
-
-
-def test_a_head_of_such_a_loss_is_saved_as_any_other(tmp_path: Path) -> None:
-    """Its weights are those of any other head, and a file beside them holds the tokens."""
-    head = Mtp.for_target(MtpSettings(loss_vocab=4), SHAPE, supervised=SUPERVISED)
-    assert head.state_dict().keys() == Mtp.for_target(MtpSettings(), SHAPE).state_dict().keys()
-    save_head(tmp_path, head, "target: {path: x}\n", {})
-    loaded = load_head(tmp_path)
-    assert isinstance(loaded, Mtp)
-    assert loaded.loss_tokens is not None
-    assert loaded.loss_tokens.equal(FREQUENT)
 
 
 def test_a_part_of_the_vocabulary_needs_a_loss_of_probs() -> None:

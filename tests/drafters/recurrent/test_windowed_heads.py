@@ -173,7 +173,12 @@ def test_every_row_drafts_as_if_it_were_alone() -> None:
 @pytest.mark.slow
 def test_one_capture_drafts_all_later_cycles(tmp_path: Path) -> None:
     """A loop of static shapes holds windows, and outgrows no buffer."""
-    head = new_head(tmp_path, "eagle3.1", FP64, window=Window(2, 4)).bind(frozen_head(FP64))
+    head = new_head(
+        tmp_path,
+        "eagle3.1",
+        FP64,
+        window=Window(2, 4),
+    ).bind(frozen_head(FP64))
     # eight cycles outlast the window
     traces = replay(
         head,
@@ -191,7 +196,12 @@ def test_the_state_does_not_grow_with_the_text(
 ) -> None:
     """3,006 tokens leave columns for one window, and a level is timed behind as many."""
     window = Window(4, 32)
-    head = new_head(tmp_path, "eagle3", FP64, window=window).bind(frozen_head(FP64))
+    head = new_head(
+        tmp_path,
+        "eagle3",
+        FP64,
+        window=window,
+    ).bind(frozen_head(FP64))
     state: HeadState = head.open()
     state.admit(0)
     for count in (3000, 5, 1):
@@ -222,7 +232,12 @@ def test_the_state_does_not_grow_with_the_text(
 
 def test_a_fork_behind_dropped_columns_drafts_as_two_texts(tmp_path: Path) -> None:
     """Conformance forks texts of which nothing is dropped; here both rows draft as rows that were never one."""
-    head = new_head(tmp_path, "eagle3", FP64, window=Window(2, 8)).bind(frozen_head(FP64))
+    head = new_head(
+        tmp_path,
+        "eagle3",
+        FP64,
+        window=Window(2, 8),
+    ).bind(frozen_head(FP64))
     # two texts that part after 40 tokens
     generator = torch.Generator().manual_seed(6)
     shape = (46, len(head.taps), SHAPE.hidden_size)

@@ -30,7 +30,6 @@ from eagle.drafters.parts.scoring import DraftRequest
 from eagle.drafters.parts.window import Window
 from eagle.drafters.self_speculation.spire import Spire, _MemoryLevels
 from recipes.forecast import empty_weights
-from tests.drafters.loops import loop_gradients
 from tests.drafters.test_many_texts import BUDGETS, SAMPLINGS, play
 from tests.naive_unroll import Network, attended, output_of, projected, rms
 from tests.unrolled_heads import (
@@ -41,6 +40,7 @@ from tests.unrolled_heads import (
     computed,
     everywhere,
     frozen_head,
+    gradients_of,
     moved,
     texts_of,
 )
@@ -194,7 +194,7 @@ def distance_from_loop(
     target_head = frozen_head(FP64)
     batch = collate(texts_of(lengths, FP64), taps)
     # the loop reads one query at a time, and shares no attention with the head
-    expected = loop_gradients(head, lambda weights: compute_loss(weights, head, batch, target_head))
+    expected = gradients_of(head, lambda weights: compute_loss(weights, head, batch, target_head))
     return apart(head, computed(head, batch, target_head), expected)
 
 
@@ -373,7 +373,13 @@ def count_other_trees(window: Window, budget: Budget) -> int:
         root = 11 + end
         update = Committed(text.tokens[start:end], features[start:end], root)
         tree = state.propose({5: update}, {5: budget})[5]
-        expected = naive_tree(head, target_head, features[:end], root, budget=budget)
+        expected = naive_tree(
+            head,
+            target_head,
+            features[:end],
+            root,
+            budget=budget,
+        )
         same_tokens = torch.equal(tree.tokens, expected.tokens)
         count += not (same_tokens and torch.equal(tree.parents, expected.parents))
     return count

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import GemmaConfig, GemmaForCausalLM
 
 from eagle import Target
@@ -76,7 +75,11 @@ def eagle3_shapes(
     norms: Shapes = {"input_layernorm.weight": (H,), "hidden_norm.weight": (H,)}
     block = attention_shapes(2 * H, head_dim) | MLP | norms
     shapes = {f"{layer}.{name}": shape for name, shape in block.items()}
-    shapes |= {"fc.weight": (H, 3 * H), "norm.weight": (H,), "lm_head.weight": (drafted, H)}
+    shapes |= {
+        "fc.weight": (H, 3 * H),
+        "norm.weight": (H,),
+        "lm_head.weight": (drafted, H),
+    }
     if offsets:
         shapes |= {"d2t": (drafted,), "t2d": (V,)}
     return shapes
@@ -87,7 +90,12 @@ NO_BIAS = {"kind": "eagle1", "fc_bias": False}
 PLAIN = {"kind": "eagle3", "draft_vocab": D}
 FULL = {"kind": "eagle3"}
 NEWER = {**PLAIN, "fc_norm": True, "norm_output": True}
-JOINT = {**PLAIN, "norm_before_fc": True, "norm_before_residual": True, "norm_output": True}
+JOINT = {
+    **PLAIN,
+    "norm_before_fc": True,
+    "norm_before_residual": True,
+    "norm_output": True,
+}
 NORMED = {**PLAIN, "norm_before_residual": True}
 SPECULATORS = eagle3_shapes("layers.0") | EMBEDDING
 # engines, settings of a head, and the tensors that the engines get
@@ -262,48 +270,6 @@ def test_speculators_config_has_sections(target: Target) -> None:
     assert config["speculators_config"]["verifier"]["architectures"] == ["LlamaForCausalLM"]
 
 
-def fuse_as_engines_do(tensors: dict[str, Tensor], states: Tensor) -> Tensor:
-    """Return what an engine makes of three layers [T, 3, H], written out."""
-    normed = []
-    for tap in range(3):
-        state = states[:, tap]
-        scale = (state.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()
-        normed.append(state * scale * tensors[f"fc_norm.{tap}.weight"])
-    return torch.cat(normed, dim=-1) @ tensors["fc.weight"].T
-
-
-def test_taps_out_of_order_are_sorted_with_their_weights(target: Target) -> None:
-    """Engines sort layer ids: the columns of `fc` and the norms go with them, and what is fused stays the same."""
-    head = head_for({**NEWER, "taps": (9, 2, 6)}, target)
-    layout = EXPORTERS["vllm"](head, target.config)
-    assert layout.config["eagle_aux_hidden_state_layer_ids"] == [2, 6, 9]
-    assert layout.config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 5, 8]
-
-    states = torch.randn(5, 3, H)
-    ours = head.fuse_taps(states)
-    in_order = fuse_as_engines_do(layout.tensors, states[:, [1, 2, 0]])
-    assert torch.allclose(in_order, ours, atol=1e-5)
-    # the check can fail
-    assert not torch.allclose(fuse_as_engines_do(layout.tensors, states), ours, atol=1e-5)
-
-
-def test_a_norm_of_all_taps_is_sorted_with_them(target: Target) -> None:
-    """The weights of `input_norm` are a row for each tap, in the engine's order."""
-    head = head_for({**JOINT, "taps": (9, 2, 6)}, target)
-    head.input_norm.weight.data.normal_()
-    layout = EXPORTERS["vllm"](head, target.config)
-    assert layout.config["norm_before_fc"] is True
-    states = torch.randn(5, 3, H)
-    joined = states[:, [1, 2, 0]].flatten(1)
-    scale = (joined.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()
-    weight = layout.tensors["input_norm.weight"]
-    fused = (joined * scale * weight) @ layout.tensors["fc.weight"].T
-    assert torch.allclose(fused, head.fuse_taps(states), atol=1e-5)
-    # the check can fail
-    wrong = (joined * scale * head.input_norm.weight) @ layout.tensors["fc.weight"].T
-    assert not torch.allclose(wrong, fused, atol=1e-5)
-
-
 @pytest.fixture(scope="module")
 def gemma() -> Target:
     """A target that scales its embedding, which no engine does for a head."""
@@ -345,7 +311,13 @@ def test_what_stands_beside_an_export(target: Target, tmp_path: Path) -> None:
     recipe = "target: {path: some/target}\ndata: {template_kwargs: {enable_thinking: false}}\n"
     (folder / "recipe.yaml").write_text(recipe)
     # each level's rate counts what the level before accepted: 0.8, 0.4, 0.2, 0.1
-    rates = {"chain/1": 0.8, "chain/2": 0.5, "chain/3": 0.5, "chain/4": 0.5, "chain/tau": 2.5}
+    rates = {
+        "chain/1": 0.8,
+        "chain/2": 0.5,
+        "chain/3": 0.5,
+        "chain/4": 0.5,
+        "chain/tau": 2.5,
+    }
     record = {"validation": rates, "target": {"weights": "abc"}}
     # as validation counted them
     (folder / "provenance.json").write_text(json.dumps(record))
@@ -371,7 +343,13 @@ def test_a_head_is_not_overwritten_by_its_export(target: Target, tmp_path: Path)
     """Its own folder is refused."""
     (tmp_path / "recipe.yaml").write_text("")
     with pytest.raises(ValueError, match="name another folder"):
-        export(head_for(PLAIN, target), target.config, "vllm", out=tmp_path, head=tmp_path)
+        export(
+            head_for(PLAIN, target),
+            target.config,
+            "vllm",
+            out=tmp_path,
+            head=tmp_path,
+        )
     assert [path.name for path in tmp_path.iterdir()] == ["recipe.yaml"]
 
 

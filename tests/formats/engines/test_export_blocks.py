@@ -16,16 +16,25 @@ from eagle.core.drafter import TargetHead
 from eagle.formats.export import EXPORTERS, export
 from eagle.formats.reading.foreign import inspect, read_head
 from tests import foreign_heads as made
-from tests.block_layouts import BLOCKS, GOLDEN, TARGET
+from tests.block_layouts import BLOCKS, GOLDEN, LATTICE, TARGET
 from tests.formats.make_heads import assert_equal, borrow_from, random_head
 
 H = made.H
 V = made.V
-INJECTED = {"taps": [2, 4, 7], "blocks": BLOCKS, "slots": 6, "mask_token": 5}
+INJECTED = {
+    "taps": [2, 4, 7],
+    "blocks": BLOCKS,
+    "slots": 6,
+    "mask_token": 5,
+}
 # twenty tokens, of which draft vocabularies are made
 FREQUENT = [*range(3, 13), *range(20, 50, 3)]
 # of the first block, which alone is causal
-WINDOWS = {"window": {"recent": 9}, "window_blocks": [0], "causal": "window"}
+WINDOWS = {
+    "window": {"recent": 9},
+    "window_blocks": [0],
+    "causal": "window",
+}
 DFLASH = {"kind": "dflash", **INJECTED}
 DFLASH2 = {
     "kind": "dflash2",
@@ -34,11 +43,23 @@ DFLASH2 = {
     "selector_rank": 3,
     "selector_top_k": 5,
 }
+LILICORR = {"kind": "lilicorr", **INJECTED, **LATTICE}
 ANCHORED = {**DFLASH, "sample_from_anchor": True}
-DSPARK = {"kind": "dspark", **INJECTED, "rank": 4, "markov": "vanilla", "confidence": True}
+DSPARK = {
+    "kind": "dspark",
+    **INJECTED,
+    "rank": 4,
+    "markov": "vanilla",
+    "confidence": True,
+}
 DOMINO = {**DSPARK, "markov": "domino", "gru_size": 8, "confidence": False}
 XPRESS = {"kind": "xpress", **INJECTED, "rank": 4}
-PEAGLE = {"kind": "peagle", "taps": [2, 4, 6], "blocks": 3, "mask_token": 5}
+PEAGLE = {
+    "kind": "peagle",
+    "taps": [2, 4, 6],
+    "blocks": 3,
+    "mask_token": 5,
+}
 HEADS: dict[str, dict[str, Any]] = {
     "dflash": DFLASH,
     "dflash, causal": {**DFLASH, "causal": True},
@@ -58,6 +79,11 @@ HEADS: dict[str, dict[str, Any]] = {
     "dflash2, draft vocabulary": {**DFLASH2, "draft_vocab": 20},
     "dflash2 from the anchor": {**DFLASH2, "sample_from_anchor": True},
     "dflash2 of taps in no order": {**DFLASH2, "taps": [7, 2, 4]},
+    "lilicorr": LILICORR,
+    "lilicorr, convolutions": {**LILICORR, "conv_kernel_size": 2, "conv_group_size": 4},
+    "lilicorr, five candidates": {**LILICORR, "candidate_topk": 5},
+    "lilicorr, draft vocabulary": {**LILICORR, "draft_vocab": 20},
+    "lilicorr from the anchor": {**LILICORR, "sample_from_anchor": True},
     "dspark": DSPARK,
     "dspark, causal": {**DSPARK, "causal": True},
     "dspark, windows": {**DSPARK, **WINDOWS},
@@ -101,6 +127,11 @@ TAKERS = {
     "dflash2, draft vocabulary": "",
     "dflash2 from the anchor": "speculators",
     "dflash2 of taps in no order": "vllm zlab speculators",
+    "lilicorr": "vllm sglang",
+    "lilicorr, convolutions": "vllm sglang",
+    "lilicorr, five candidates": "",
+    "lilicorr, draft vocabulary": "",
+    "lilicorr from the anchor": "",
     "dspark": "vllm sglang trtllm llamacpp speculators deepspec specforge",
     "dspark, causal": "vllm sglang llamacpp",
     "dspark, windows": "vllm sglang speculators specforge",
@@ -221,6 +252,7 @@ def test_no_other_exporter_takes_it(name: str) -> None:
         "fc_norm",
         "confidence",
         "markov",
+        "candidate_topk",
     }
     switches = names & settings.keys()
     if settings["kind"] == "dflash":

@@ -39,7 +39,12 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-YARN = {**THETA, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+YARN = {
+    **THETA,
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 LONG = {
     **THETA,
     "rope_type": "longrope",
@@ -104,7 +109,12 @@ def head_for(kind: str, target: str) -> Any:
     settings = settings_of(KINDS[kind], "test")
     tokens = [torch.arange(40)]
     method = DRAFTERS[kind]
-    return method.for_target(settings, TARGETS[target], target_head, tokens).bind(target_head)
+    return method.for_target(
+        settings,
+        TARGETS[target],
+        target_head,
+        tokens,
+    ).bind(target_head)
 
 
 def reference_refuses(config: dict[str, Any], target: Any) -> bool:

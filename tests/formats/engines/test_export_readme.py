@@ -119,7 +119,12 @@ def test_vllm_on_a_cpu(
     tmp_path: Path,
 ) -> None:
     """Memory for its cache, the precision, which would be bf16, and a module for `vllm serve`; nothing else differs."""
-    readme = export_head(work / "eagle3", engine, target, tmp_path / "out").replace("\\\n", "")
+    readme = export_head(
+        work / "eagle3",
+        engine,
+        target,
+        tmp_path / "out",
+    ).replace("\\\n", "")
     commands = re.findall(r"```sh\n([^`]*vllm[^`]*)```", readme)
     plain = shlex.split(commands[0])
     on_cpu = shlex.split(commands[1])
@@ -224,7 +229,9 @@ def test_the_draft_length_is_that_of_the_head(
 
 
 def test_a_head_tuned_to_no_draft_gets_a_length_all_the_same(
-    work: Path, target: Target, tmp_path: Path
+    work: Path,
+    target: Target,
+    tmp_path: Path,
 ) -> None:
     """What pays on one machine is no length for an engine, which takes 1 or more."""
     head = tmp_path / "head"
@@ -276,7 +283,12 @@ def draft_tokens(
 ) -> list[list[int]]:
     """Return the first two tokens that a head drafts after each of 24 prompts, from blocks of a depth."""
     fit_block(head, depth)
-    prompts = torch.randint(0, 48, (24, 9), generator=torch.Generator().manual_seed(1))
+    prompts = torch.randint(
+        0,
+        48,
+        (24, 9),
+        generator=torch.Generator().manual_seed(1),
+    )
     drafts = []
     for prompt in prompts:
         features = target.features(prompt[None, :-1], head.taps)[0]

@@ -42,7 +42,12 @@ def test_an_exported_embedding_is_that_of_the_checkpoint(
     """Bit by bit, also where the other precision is the faster one on this machine."""
     target = write_target(tmp_path / "target", stored)
     assert embedding_dtype(str(tmp_path / "target")) == stored
-    save_head(tmp_path / "head", make_head({"kind": "eagle3"}, make_target()), "", {})
+    save_head(
+        tmp_path / "head",
+        make_head({"kind": "eagle3"}, make_target()),
+        "",
+        {},
+    )
     # the machine decides in which precision a target computes
     monkeypatch.setattr("eagle.target.target.fastest_dtype", lambda device: fastest)
     options = ["--target", str(tmp_path / "target"), "--to", "eagle"]
@@ -115,7 +120,13 @@ def test_a_folder_for_vllm_has_the_text_models_sizes(
     head = make_head(settings, target, range(96))
     save_head(tmp_path / "head", head, "", {})
     out = tmp_path / "vllm"
-    export(head.bind(target.head), target.config, "vllm", out=out, head=tmp_path / "head")
+    export(
+        head.bind(target.head),
+        target.config,
+        "vllm",
+        out=out,
+        head=tmp_path / "head",
+    )
     config = json.loads((out / "config.json").read_text())
 
     assert {key: config[key] for key in SIZES} == SIZES
@@ -129,7 +140,12 @@ def test_a_folder_for_vllm_has_the_text_models_sizes(
     main(["import", str(out), str(tmp_path / "again"), "--target", str(target_dir)])
     loaded: Any = load_drafter(tmp_path / "again", target)
     # a scaled embedding went into `fc` and comes out of it again, which rounds
-    torch.testing.assert_close(loaded.state_dict(), head.state_dict(), rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(
+        loaded.state_dict(),
+        head.state_dict(),
+        rtol=1e-6,
+        atol=1e-9,
+    )
 
 
 def test_the_factor_on_an_embedding_is_taken_out_in_fp32(tmp_path: Path) -> None:
@@ -138,7 +154,13 @@ def test_the_factor_on_an_embedding_is_taken_out_in_fp32(tmp_path: Path) -> None
     target = Target.load(tmp_path / "target", dtype="float32")
     head = make_head({"kind": "eagle1", "fc_bias": False}, target).bind(target.head)
     save_head(tmp_path / "head", head, "", {})
-    export(head, target.config, "vllm", out=tmp_path / "out", head=tmp_path / "head")
+    export(
+        head,
+        target.config,
+        "vllm",
+        out=tmp_path / "out",
+        head=tmp_path / "head",
+    )
     # as a trainer in bf16 would have written it
     file = tmp_path / "out" / "model.safetensors"
     stored = {name: tensor.bfloat16() for name, tensor in load_file(file).items()}

@@ -27,7 +27,12 @@ def propose_along_text(head: Any, order: tuple[int, ...] | None = None) -> list[
     """Return what a head drafts along a random text, whose features may come in another order."""
     generator = torch.Generator().manual_seed(5)
     tokens = torch.randint(SHAPE.vocab_size, (30,), generator=generator)
-    features = torch.randn(30, len(head.taps), SHAPE.hidden_size, generator=generator)
+    features = torch.randn(
+        30,
+        len(head.taps),
+        SHAPE.hidden_size,
+        generator=generator,
+    )
     if order is not None:
         features = features[:, list(order)]
     state = head.bind(frozen_head(torch.float32)).begin()
@@ -67,10 +72,21 @@ def test_an_exported_head_comes_back(
     assert propose_along_text(back) == propose_along_text(head)
 
 
-@pytest.mark.parametrize("engine", ["vllm", "sglang", "trtllm", "speculators", "llamacpp"])
-def test_taps_in_another_order_come_back_in_order(engine: str, tmp_path: Path) -> None:
-    """The columns of `fc` go with them, so that the proposals are the same."""
-    name = "eagle3 draft vocabulary"
+@pytest.mark.parametrize(
+    ("engine", "name"),
+    [
+        ("vllm", "eagle3 draft vocabulary"),
+        ("sglang", "eagle3 draft vocabulary"),
+        ("trtllm", "eagle3 draft vocabulary"),
+        ("speculators", "eagle3 draft vocabulary"),
+        ("llamacpp", "eagle3 draft vocabulary"),
+        # a norm of each tap, and one of all of them
+        ("vllm", "eagle3.1"),
+        ("vllm", "eagle3 joint norm"),
+    ],
+)
+def test_taps_in_another_order_come_back_in_order(engine: str, name: str, tmp_path: Path) -> None:
+    """Norms and the columns of `fc` go with them, so that the proposals are the same."""
     head, shape = bound_head(engine, name, tmp_path, taps=(5, 2, 4))
     export(head, shape, engine, tmp_path / "out")
     back: Any = read_head(tmp_path / "out")
@@ -97,7 +113,13 @@ def test_only_an_engine_that_slides_gets_a_window(
 ) -> None:
     """vLLM with EAGLE-3 and no sinks; all others would attend to more positions than the head was trained on."""
     changes = {"fc_bias": False} if name == "hass" else {}
-    head, shape = bound_head(engine, name, tmp_path, window=Window(sinks, 5), **changes)
+    head, shape = bound_head(
+        engine,
+        name,
+        tmp_path,
+        window=Window(sinks, 5),
+        **changes,
+    )
     if (engine, name, sinks) == ("vllm", "eagle3", 0):
         config = EXPORTERS[engine](head, shape).config
         assert config["sliding_window"] == 5

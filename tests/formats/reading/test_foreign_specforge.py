@@ -1,15 +1,15 @@
 """What `norm_output` means in SpecForge's heads, by the formula that it trains with."""
 
-# T tokens of a text, H hidden, D draft vocabulary, N attention heads, W width of an attention head
+# T tokens of a text, D draft vocabulary
 
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from eagle.__main__ import main
@@ -18,10 +18,22 @@ from eagle.formats.checkpoint import load_head
 from eagle.formats.reading.foreign import import_head, inspect
 from tests import foreign_heads as made
 from tests.formats.make_heads import borrow_from
+from tests.naive_unroll import eagle3_logits
 
 STEPS = 3
 LENGTH = 12
-GROUP = made.HEADS // made.KEYS  # queries that share a key
+# written out, as the head that is imported may have others
+SETTINGS = SimpleNamespace(
+    steps=STEPS,
+    fc_norm=True,
+    norm_output=False,
+    norm_before_residual=False,
+)
+SHAPE = SimpleNamespace(
+    head_dim=made.WIDE,
+    rms_norm_eps=1e-5,
+    rope_parameters={"rope_theta": 10000.0},
+)
 
 
 def specforge31(norm_output: bool | None = True) -> made.Head:
@@ -31,95 +43,27 @@ def specforge31(norm_output: bool | None = True) -> made.Head:
     return config, {**tensors, **norms}
 
 
-def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
-    """Return a root mean square norm."""
-    return weight * x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
-
-
-def rotate(x: Tensor, position: int) -> Tensor:
-    """Return x [N, W] with each pair (j, j + W/2) rotated by position * 10000^(-2j/W)."""
-    half = made.WIDE // 2
-    angle = position * 10000.0 ** (-torch.arange(half) * 2.0 / made.WIDE)
-    low = x[:, :half]
-    high = x[:, half:]
-    rotated_low = low * angle.cos() - high * angle.sin()
-    rotated_high = high * angle.cos() + low * angle.sin()
-    return torch.cat([rotated_low, rotated_high], dim=1)
-
-
-def project(
-    weights: dict[str, Tensor],
-    token: Tensor,
-    state: Tensor,
-    position: int,
-) -> list[Tensor]:
-    """Return query, key and value [N, W] of a token's embedding and a state, both normed."""
-    normed_token = rms_norm(token, weights["midlayer.input_layernorm.weight"])
-    normed_state = rms_norm(state, weights["midlayer.hidden_norm.weight"])
-    # EAGLE-3 reads the token first
-    read = torch.cat([normed_token, normed_state])
-    projected = []
-    for name in "qkv":
-        weight = weights[f"midlayer.self_attn.{name}_proj.weight"]
-        projected.append((weight @ read).view(-1, made.WIDE))
-    query, key, value = projected
-    return [rotate(query, position), rotate(key, position), value]
-
-
-def attend(
-    query: Tensor,
-    keys: list[Tensor],
-    values: list[Tensor],
-) -> Tensor:
-    """Return [N * W], what each attention head reads of all keys."""
-    heads = []
-    for n in range(made.HEADS):
-        scores = torch.stack([key[n // GROUP] @ query[n] for key in keys])
-        probs = (scores / made.WIDE**0.5).softmax(0)
-        heads.append(probs @ torch.stack([value[n // GROUP] for value in values]))
-    return torch.cat(heads)
-
-
-def apply_block(
-    weights: dict[str, Tensor],
-    state: Tensor,
-    attention: Tensor,
-) -> Tensor:
-    """Return the block's output, not normed."""
-    # the residual is the state before its norm
-    middle = state + weights["midlayer.self_attn.o_proj.weight"] @ attention
-    normed = rms_norm(middle, weights["midlayer.post_attention_layernorm.weight"])
-    gate = weights["midlayer.mlp.gate_proj.weight"] @ normed
-    up = weights["midlayer.mlp.up_proj.weight"] @ normed
-    return middle + weights["midlayer.mlp.down_proj.weight"] @ (F.silu(gate) * up)
-
-
 def compute_specforge_logits(weights: dict[str, Tensor], text: Example) -> list[Tensor]:
-    """Return [T - 2 - s, D] of each step s, by loops over slots, steps and attention heads.
+    """Return [T - 2 - s, D] of each step s, by the loop over single tokens of `naive_unroll`.
 
-    Slot i of step s reads token i + 1 + s and the un-normed output of its step before. `norm_output` is true: the LM
-    head, and nothing else, reads the output through the last norm.
+    SpecForge's `norm_output: true` is the formula's false: the LM head, and nothing else, reads the output through
+    the last norm.
     """
-    embedded = made.embedding()[text.tokens]
-    taps = [rms_norm(text.features[:, tap], weights[f"fc_norm.{tap}.weight"]) for tap in range(3)]
-    fused = torch.cat(taps, dim=-1) @ weights["fc.weight"].T
-    first = [project(weights, embedded[i + 1], fused[i], i) for i in range(LENGTH - 1)]
-    logits: list[list[Tensor]] = [[] for _ in range(STEPS)]
-    for i in range(LENGTH - 2):
-        # a slot sees the first step of the slots before it, and its own later steps
-        keys = [key for _, key, _ in first[: i + 1]]
-        values = [value for _, _, value in first[: i + 1]]
-        query = first[i][0]
-        state = fused[i]
-        for step in range(min(STEPS, LENGTH - 2 - i)):
-            if step > 0:
-                query, key, value = project(weights, embedded[i + 1 + step], state, i + step)
-                keys.append(key)
-                values.append(value)
-            state = apply_block(weights, state, attend(query, keys, values))
-            normed = rms_norm(state, weights["norm.weight"])
-            logits[step].append(weights["lm_head.weight"] @ normed)
-    return [torch.stack(rows) for rows in logits]
+    renamed = {name.replace("midlayer.", "layers.0."): weights[name] for name in weights}
+    # a draft reads one token fewer at each of the last slots
+    anchors = {slot: min(STEPS, LENGTH - 2 - slot) for slot in range(LENGTH - 2)}
+    logits = eagle3_logits(
+        renamed,
+        settings=SETTINGS,
+        shape=SHAPE,
+        text=(text.tokens, text.features[:-2]),
+        target_head=borrow_from(None).head,
+        anchors=anchors,
+    )
+    by_step: list[list[Tensor]] = [[] for _ in range(STEPS)]
+    for (_, step), row in logits.items():
+        by_step[step].append(row)
+    return [torch.stack(rows) for rows in by_step]
 
 
 def make_example() -> Example:

@@ -167,7 +167,11 @@ def test_any_header_is_read_or_refused(changes: list[tuple[int, int]], tmp_path:
 def test_absurd_sizes_take_no_memory(folder: Path) -> None:
     """A config with sizes that no tensors have, a file of holes, and a shape that only its header has."""
     config, tensors = made.speculators()
-    sizes = {"hidden_size": 10**6, "intermediate_size": 10**7, "vocab_size": 10**8}
+    sizes = {
+        "hidden_size": 10**6,
+        "intermediate_size": 10**7,
+        "vocab_size": 10**8,
+    }
     block = {**config["transformer_layer_config"], **sizes}
     # no tensor is as large, so that sizes must be compared first
     config |= {"transformer_layer_config": block, "draft_vocab_size": 10**8}
@@ -202,9 +206,18 @@ def test_nothing_that_steers_a_terminal_is_printed(folder: Path) -> None:
     """Neither names of tensors nor keys and values of the config."""
     config, tensors = made.speculators()
     # keys and values of every sort that a message may quote
-    values = {ESCAPE: 1, "architectures": [ESCAPE], "dtype": ESCAPE, "draft_vocab_size": ESCAPE}
+    values = {
+        ESCAPE: 1,
+        "architectures": [ESCAPE],
+        "dtype": ESCAPE,
+        "draft_vocab_size": ESCAPE,
+    }
     rope = {"rope_type": ESCAPE, ESCAPE: 1.0}
-    block = {**config["transformer_layer_config"], "hidden_act": ESCAPE, "rope_parameters": rope}
+    block = {
+        **config["transformer_layer_config"],
+        "hidden_act": ESCAPE,
+        "rope_parameters": rope,
+    }
     spoilt = {**config, **values, "transformer_layer_config": block}
     made.write(folder, (spoilt, tensors))
     record = {"target": {"weights": ESCAPE, "config": ESCAPE}}

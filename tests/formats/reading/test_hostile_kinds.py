@@ -147,7 +147,11 @@ def test_what_was_found_stays_mended(
 
 
 @pytest.mark.slow
-@given(data=st.data(), name=st.sampled_from(sorted(EVERY)), has_target=st.booleans())
+@given(
+    data=st.data(),
+    name=st.sampled_from(sorted(EVERY)),
+    has_target=st.booleans(),
+)
 @settings(FUZZ, max_examples=200)
 def test_any_head_of_any_kind_is_read_or_refused(
     data: st.DataObject,

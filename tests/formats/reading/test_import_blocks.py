@@ -237,7 +237,10 @@ READ_OTHERWISE = [
 
 @pytest.mark.parametrize(("name", "words", "engine"), READ_OTHERWISE)
 def test_windows_that_engines_read_otherwise_are_named(
-    name: str, words: str, engine: str, tmp_path: Path
+    name: str,
+    words: str,
+    engine: str,
+    tmp_path: Path,
 ) -> None:
     """Keys that an engine does not read, another window in training, and layers that become causal."""
     for other, (head, _, _) in {**LAYOUTS, "speculators, mixed windows": MIXED}.items():

@@ -57,7 +57,11 @@ def test_medusa_heads_that_borrow_the_lm_head(tmp_path: Path) -> None:
     target = made.write_target(tmp_path / "target")
     names = medusa_names("FasterDecoding/Medusa", own=False)
     weights = medusa_weights(names)
-    config = {**MEDUSA_CONFIGS["FasterDecoding/Medusa"], "version": "2", "medusa_num_heads": LEVELS}
+    config = {
+        **MEDUSA_CONFIGS["FasterDecoding/Medusa"],
+        "version": "2",
+        "medusa_num_heads": LEVELS,
+    }
     tensors = {names[name]: tensor for name, tensor in weights.items()}
     published = made.write(tmp_path / "published", (config, tensors))
 
@@ -87,7 +91,11 @@ def test_medusa_heads_that_borrow_the_lm_head(tmp_path: Path) -> None:
 def test_medusa_heads_in_one_file_with_their_target(tmp_path: Path) -> None:
     """ModelOpt saves the model with its heads: the target's tensors are named and left out."""
     config, tensors = medusa("ModelOpt")
-    config = {"architectures": ["LlamaForCausalLM"], **made.LLAMA, **config}
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        **made.LLAMA,
+        **config,
+    }
     target = {
         "model.embed_tokens.weight": made.embedding(),
         "model.norm.weight": made.drawn(H),
@@ -140,7 +148,11 @@ def test_medusa_heads_without_biases_get_zeros(tmp_path: Path) -> None:
 
 def test_what_vllm_reads_otherwise_in_medusa_heads(tmp_path: Path) -> None:
     """It drops biases, and takes any key with `num` and `heads` for a count; such heads have no taps to name."""
-    changes = {"medusa_fc_bias": False, "num_attention_heads": 4, "odd_key": 1}
+    changes = {
+        "medusa_fc_bias": False,
+        "num_attention_heads": 4,
+        "odd_key": 1,
+    }
     made.write(tmp_path, change_head(medusa("vLLM"), changes))
     found = inspect(tmp_path)
     assert found.fatal
@@ -282,7 +294,12 @@ def test_every_tensor_of_falcon_is_read(tmp_path: Path) -> None:
     # as one sequence of five tokens the state would go on, and the outputs would differ
     continued = lstm(read[:, None])[0][:, 0]
 
-    torch.testing.assert_close(head.enter(embedded, hidden), theirs, rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        head.enter(embedded, hidden),
+        theirs,
+        rtol=0,
+        atol=1e-6,
+    )
     assert (continued - theirs).abs().max() > 1e-2
 
 

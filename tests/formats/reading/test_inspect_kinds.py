@@ -12,7 +12,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.formats.checkpoint import save_head
 from eagle.formats.reading.foreign import inspect
-from tests import block_heads
 from tests import foreign_heads as made
 from tests.formats.every_layout import EVERY
 from tests.formats.make_heads import make_head, make_target
@@ -29,6 +28,7 @@ KINDS = {
     "Falcon": "FALCON",
     "block: z-lab": "DFlash",
     "block: DFlash2": "DFlash2",
+    "block: LiLiCorr, ModelOpt": "LiLiCorr",
     "block: DSpark": "DSpark",
     "block: Domino": "Domino",  # by its early names
     "block: P-EAGLE": "P-EAGLE",
@@ -85,25 +85,6 @@ def test_a_head_is_called_by_its_name(name: str, tmp_path: Path) -> None:
         assert "not readable here yet" not in str(found)
 
 
-def test_a_kind_that_is_not_readable_is_named(tmp_path: Path) -> None:
-    """LiLiCorr has DFlash's tensors, and may have DFlash2's convolutions."""
-    config, tensors = block_heads.dflash2()
-    tensors = {name: tensor for name, tensor in tensors.items() if "selector" not in name}
-    tensors["lilicorr.token_proj.weight"] = made.drawn(8, made.H)
-    named = {**config, "architectures": ["LiLiCorrDraftModel"]}
-    bare = {name: tensor for name, tensor in tensors.items() if "lilicorr" not in name}
-    for variant, head in {
-        "both": (named, tensors),
-        "tensors": (config, tensors),
-        "config": (named, bare),
-    }.items():
-        found = inspect(made.write(tmp_path / variant, head))
-        assert found.kind == "a LiLiCorr head", (variant, found)
-        assert "not readable here yet" in str(found)
-    (tmp_path / "both/model.safetensors").unlink()
-    assert "a LiLiCorr head" in inspect(tmp_path / "both").kind
-
-
 def test_what_begins_as_zeros_may_be_zeros(tmp_path: Path) -> None:
     """A new DFlash2 head has no dynamic kernels and no scores; other zeros were never filled."""
     target = make_target()
@@ -142,7 +123,12 @@ SIZES = {
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
 }
-EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+EXPERTS = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+}
 # families whose layers have different names
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": SIZES,
@@ -200,11 +186,16 @@ def test_a_draft_model_of_this_project(tmp_path: Path) -> None:
     assert not found.fatal, found
 
 
-@pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark", "xpress"])
+@pytest.mark.parametrize("kind", ["dflash", "dflash2", "lilicorr", "dspark", "xpress"])
 def test_block_drafters_of_this_project(kind: str, tmp_path: Path) -> None:
     """Their blocks are alike, and each is shown with its own method."""
     target = make_target()
-    save_head(tmp_path / "head", make_head({"kind": kind, "slots": 4}, target), "", {})
+    save_head(
+        tmp_path / "head",
+        make_head({"kind": kind, "slots": 4}, target),
+        "",
+        {},
+    )
     found = inspect(tmp_path / "head")
 
     assert found.kind == f"a {kind} of this project"

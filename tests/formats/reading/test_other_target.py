@@ -16,7 +16,6 @@ from tests import foreign_heads as made
 from tests.formats.every_layout import EVERY
 from tests.formats.make_heads import make_head, write_target
 from tests.registry import TRAINED
-from tests.tables import some_tables
 
 HEADS = [name for name in TRAINED if DRAFTERS[name].stored_as == "head"]
 # heads that read states below the last, and do not fit a shallower target
@@ -61,7 +60,16 @@ def list_misfits(kind: str) -> list[str]:
     return [what for what in OTHERS if what != "layers" or kind in DEEP]
 
 
-@pytest.mark.quick("hass", "eagle3", "medusa", "hydra", "falcon", "spire", "peagle", "mtp")
+@pytest.mark.quick(
+    "hass",
+    "eagle3",
+    "medusa",
+    "hydra",
+    "falcon",
+    "spire",
+    "peagle",
+    "mtp",
+)
 @pytest.mark.parametrize("kind", HEADS)
 def test_it_is_not_loaded(
     kind: str,
@@ -112,12 +120,3 @@ def test_no_foreign_head_is_imported_for_it(name: str, tmp_path: Path) -> None:
             import_head(folder, tmp_path / "out", target)
         assert inspect(folder, target).fatal
     assert not (tmp_path / "out").exists()
-
-
-def test_tables_are_of_one_vocabulary(targets: dict[str, Target], tmp_path: Path) -> None:
-    """Counted drafters name tokens too."""
-    for name in ("unigram", "bigram"):
-        DRAFTERS[name](some_tables(48)).save(tmp_path / name)
-        assert load_drafter(tmp_path / name, targets["target"])
-        with pytest.raises(ValueError, match="48"):
-            load_drafter(tmp_path / name, targets["vocabulary"])

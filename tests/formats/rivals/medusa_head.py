@@ -26,7 +26,12 @@ def make_model(
             request.steps, layers, base_model_name_or_path=request.target
         )
         base = medusa_model_legacy.KVLlamaForCausalLM.from_pretrained(request.target)
-        model = medusa_model_legacy.MedusaModel(base, request.steps, layers, request.target)
+        model = medusa_model_legacy.MedusaModel(
+            base,
+            request.steps,
+            layers,
+            request.target,
+        )
     else:
         config = medusa_model.MedusaConfig(
             request.steps, layers, base_model_name_or_path=request.target

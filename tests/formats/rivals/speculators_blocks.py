@@ -64,7 +64,11 @@ def main() -> None:
         model.eval()(**batch, **{**kwargs, **calls})
     # the first of a block may name nothing
     named = levels >= 0
-    results = {"slots": slots[named], "levels": levels[named], "logits": read[0][named]}
+    results = {
+        "slots": slots[named],
+        "levels": levels[named],
+        "logits": read[0][named],
+    }
     if chosen:
         # a level's logits are the scores of its candidates
         results |= {"slot_logits": results["logits"], "logits": chosen[0][named]}
@@ -85,7 +89,10 @@ def record_choices(selector: Any, chosen: list[Tensor]) -> None:
     score = selector.score_candidates
 
     def record(
-        unary: Tensor, hidden: Tensor, before: Tensor, training_candidates: Tensor
+        unary: Tensor,
+        hidden: Tensor,
+        before: Tensor,
+        training_candidates: Tensor,
     ) -> Tensor:
         # `select` scores the candidates of a draft, and calls this method for it
         selector.score_candidates = score

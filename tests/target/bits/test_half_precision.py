@@ -63,7 +63,13 @@ def measure_largest_gap(model: Any, target: Target) -> float:
 
     for drafter in (Forgiving(requests), RandomTrees([*range(VOCAB)])):
         for batch_size in (1, 3):
-            answers = decode_batch(target, drafter, PROMPTS, COUNT, batch_size=batch_size)
+            answers = decode_batch(
+                target,
+                drafter,
+                PROMPTS,
+                COUNT,
+                batch_size=batch_size,
+            )
             for answer, (expected, rows) in zip(answers, steps, strict=True):
                 parted = [i for i in range(COUNT) if answer[i] != expected[i]]
                 if not parted:

@@ -33,13 +33,23 @@ PROMPTS = [random_tokens(count, seed=count) for count in (30, 5, 61)]
 
 
 def attend_naively(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: dict[str, Any]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    options: dict[str, Any],
 ) -> Tensor:
     """Return [B, N, H, D], one query at a time in fp64; `mask` is additive [B, H, N, S]."""
     sequences, heads, count, width = query.shape
     groups = heads // key.shape[1]
     softcap = options.get("softcap")
-    output = torch.zeros(sequences, count, heads, value.shape[-1], dtype=torch.float64)
+    output = torch.zeros(
+        sequences,
+        count,
+        heads,
+        value.shape[-1],
+        dtype=torch.float64,
+    )
 
     for b in range(sequences):
         for h in range(heads):
@@ -82,7 +92,9 @@ OPTIONS = ["mask", "by head", "as rows", "bool", "softcap", "sinks", "causal", "
 @pytest.mark.parametrize("max_scores", [2**22, 40], ids=["at once", "in pieces"])
 @pytest.mark.parametrize("option", OPTIONS)
 def test_attention_is_softmax_of_scores(
-    option: str, max_scores: int, monkeypatch: pytest.MonkeyPatch
+    option: str,
+    max_scores: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It is what a loop over queries computes, with whatever masks and options layers pass."""
     monkeypatch.setattr(invariant, "MAX_SCORES", max_scores)
@@ -108,8 +120,21 @@ def test_attention_is_softmax_of_scores(
     elif option == "sinks":
         options = {"s_aux": torch.randn(6).bfloat16()}
 
-    got, _ = invariant_attention(nn.Identity(), query, key, value, attention_mask=passed, **options)
-    expected = attend_naively(query, key, value, mask.expand(2, 6, -1, -1), options)
+    got, _ = invariant_attention(
+        nn.Identity(),
+        query,
+        key,
+        value,
+        attention_mask=passed,
+        **options,
+    )
+    expected = attend_naively(
+        query,
+        key,
+        value,
+        mask.expand(2, 6, -1, -1),
+        options,
+    )
 
     assert got.dtype == torch.bfloat16
     assert torch.equal(got, expected.to(torch.bfloat16))
@@ -179,7 +204,15 @@ def test_bits_do_not_depend_on_what_is_read_together(name: str, dtype: str) -> N
 
 @pytest.mark.quick("llama")
 # grouped queries, windows with soft caps, sinks with experts, MLA, torch's own attention, and ALiBi
-@pytest.mark.not_long("llama", "gemma2", "gpt_oss", "deepseek_v3", "falcon", "qwen3_next", "bloom")
+@pytest.mark.not_long(
+    "llama",
+    "gemma2",
+    "gpt_oss",
+    "deepseek_v3",
+    "falcon",
+    "qwen3_next",
+    "bloom",
+)
 @pytest.mark.parametrize("name", [*FAMILIES, *OTHER_MEANS])
 def test_drafted_output_is_plain_decodings(name: str) -> None:
     """Right and wrong trees around an answer, random ones and n-grams, alone and in ragged batches."""

@@ -24,7 +24,12 @@ from tests.target.bits.test_invariant import attend_naively
 WIDTH = 32
 LENGTH = 2 * BLOCK + LAG + 40  # keys before a query that reads two blocks
 PARENTS = [-1, 0, 0, 1, 2, 4, 4, 6]
-NO_MASK = torch.zeros(1, 1, 1, 1).bfloat16()  # the sign by which a layer says "causal"
+NO_MASK = torch.zeros(
+    1,
+    1,
+    1,
+    1,
+).bfloat16()  # the sign by which a layer says "causal"
 
 
 def draw_qkv(count: int, length: int, sequences: int = 1) -> tuple[Tensor, Tensor, Tensor]:
@@ -42,7 +47,10 @@ def make_additive(visible: Tensor) -> Tensor:
 
 
 def attend_chain(
-    qkv: tuple[Tensor, Tensor, Tensor], mask: Tensor, starts: list[int], **options: Any
+    qkv: tuple[Tensor, Tensor, Tensor],
+    mask: Tensor,
+    starts: list[int],
+    **options: Any,
 ) -> Tensor:
     """Return [B, N, H, D] of a chain after `starts` cached keys, read in blocks."""
     count = qkv[0].shape[2]

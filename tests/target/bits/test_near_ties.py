@@ -46,7 +46,13 @@ def test_the_gap_is_that_of_the_models_own_scores(temperature: float) -> None:
     model = build("llama")
     prompt = random_tokens(9, seed=1)
     sampling = Sampling(temperature, seed=5)
-    tie = measure_tie(Target(model), prompt, [7, 8, 20, 4], [7, 8, 31], sampling=sampling)
+    tie = measure_tie(
+        Target(model),
+        prompt,
+        [7, 8, 20, 4],
+        [7, 8, 31],
+        sampling=sampling,
+    )
 
     logits = own_logits(model, [*prompt, 7, 8])[-1]
     scores = logits.clone()

@@ -21,8 +21,9 @@ def changing_after(most: int) -> Callable[[Tensor], Tensor]:
     def read(rows: Tensor) -> Tensor:
         if len(rows) <= most:
             return rows @ weight.T
-        halves = rows.split(WIDTH // 2, 1), weight.split(WIDTH // 2, 1)
-        return halves[0][0] @ halves[1][0].T + halves[0][1] @ halves[1][1].T
+        left, right = rows.split(WIDTH // 2, 1)
+        left_weight, right_weight = weight.split(WIDTH // 2, 1)
+        return left @ left_weight.T + right @ right_weight.T
 
     return read
 

@@ -70,11 +70,21 @@ def test_each_layer_type_gets_its_mask(indexed: Any) -> None:
     """Sliding, chunked and full masks hold for siblings at one position; layers with a state get none."""
     attending = ["chunked_attention", "full_attention", "indexed_attention", "sliding_attention"]
     kinds = ["conv", *attending, "linear_attention"]
-    config = SimpleNamespace(layer_types=kinds, sliding_window=3, attention_chunk_size=4)
+    config = SimpleNamespace(
+        layer_types=kinds,
+        sliding_window=3,
+        attention_chunk_size=4,
+    )
     # a root, its two children, and a child of the first of them
     starts = [9, 6]
     depths = [0, 1, 1, 2]
-    ancestors = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]).bool()
+    seen = [
+        [1, 0, 0, 0],
+        [1, 1, 0, 0],
+        [1, 0, 1, 0],
+        [1, 1, 0, 1],
+    ]
+    ancestors = torch.tensor(seen).bool()
     positions = torch.tensor(starts)[:, None] + torch.tensor(depths)
     masks = Masks(indexed, config, grouped=False)(starts, positions, ancestors.expand(2, -1, -1))
 
@@ -99,7 +109,11 @@ def test_each_layer_type_gets_its_mask(indexed: Any) -> None:
 
 def test_the_check_crosses_what_bounds_attention() -> None:
     """Windows, chunks, the number of indexed columns, and blocks of several tokens."""
-    limits = {"deepseek_v32": 2048, "minimax_m3_vl_text": 16 * 128, "llama4_text": 8192}
+    limits = {
+        "deepseek_v32": 2048,
+        "minimax_m3_vl_text": 16 * 128,
+        "llama4_text": 8192,
+    }
     for model_type, limit in limits.items():
         assert limit in attention_limits(AutoConfig.for_model(model_type))
 
@@ -198,7 +212,9 @@ def test_a_copied_sequence_brings_its_index_keys(indexed: Any) -> None:
     [((21,), 1), pytest.param((21,), 3, marks=pytest.mark.slow), ((21, 15, 30), 1)],
 )
 def test_attention_by_the_order_of_columns_reads_trees(
-    local: Any, lengths: Sequence[int], pieces: int
+    local: Any,
+    lengths: Sequence[int],
+    pieces: int,
 ) -> None:
     """Its check takes it off the mask; several rounds of trees equal plain forwards, beyond its window of 8."""
     reader = make_reader(local)

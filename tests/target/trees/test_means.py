@@ -61,11 +61,21 @@ class Own(Bench):
     def ask(self, prompt: list[int], temperature: float, limit: int, number: int) -> Request:
         """Return a request with its naive answer."""
         request = Request(prompt, {"temperature": temperature}, limit, number)
-        request.answer = answer_naively(self.logits(), prompt, limit, request.sampling)
+        request.answer = answer_naively(
+            self.logits(),
+            prompt,
+            limit,
+            request.sampling,
+        )
         return request
 
     def draw(
-        self, count: int, seed: int, longest: int = 30, least: int = 3, most: int = 12
+        self,
+        count: int,
+        seed: int,
+        longest: int = 30,
+        least: int = 3,
+        most: int = 12,
     ) -> list[Request]:
         """Return random requests; some begin like the one before, as the next turn of a chat does."""
         dice = random.Random(seed)
@@ -108,10 +118,19 @@ DRAFTERS: dict[str, Callable[[Target, list[Request]], Any]] = {
 
 
 def assert_own(
-    bench: Own, kind: str, requests: list[Request], batch_size: int, dice: Any = None
+    bench: Own,
+    kind: str,
+    requests: list[Request],
+    batch_size: int,
+    dice: Any = None,
 ) -> list[Cycle]:
     """Check that all sequences of a batch are answered as the model itself does; return their cycles."""
-    traces = bench.run(DRAFTERS[kind](bench.target, requests), requests, batch_size, dice)
+    traces = bench.run(
+        DRAFTERS[kind](bench.target, requests),
+        requests,
+        batch_size,
+        dice,
+    )
     assert [trace.tokens for trace in traces] == [request.answer for request in requests], kind
     return [cycle for trace in traces for cycle in trace.cycles]
 
@@ -122,7 +141,13 @@ def test_a_ragged_batch_is_lossless(model_type: str) -> None:
     """By paths, by levels and with tables: sequences come and go, and trees are kept."""
     bench = own(model_type)
     requests = bench.draw(4, seed=1, most=8)
-    cycles = assert_own(bench, "trees", requests, batch_size=3, dice=random.Random(0))
+    cycles = assert_own(
+        bench,
+        "trees",
+        requests,
+        batch_size=3,
+        dice=random.Random(0),
+    )
     assert any(cycle.rows > 1 for cycle in cycles)
     assert any(cycle.accepted for cycle in cycles)
 
@@ -141,7 +166,13 @@ def test_every_drafter_is_lossless(model_type: str) -> None:
     for number, (kind, at_once) in enumerate(product(kinds, (True, False))):
         for size in (1, 2 + number % 5):
             requests = batches[(number + size) % 3]
-            assert_own(bench, kind, requests, batch_size=size, dice=None if at_once else dice)
+            assert_own(
+                bench,
+                kind,
+                requests,
+                batch_size=size,
+                dice=None if at_once else dice,
+            )
 
 
 @pytest.mark.slow
@@ -219,9 +250,18 @@ def assert_search(bench: Own, kind: str, prompt: list[int], beams: int, count: i
     """Check a beam search against one that reads every beam from its prompt on."""
     # near ties may order beams either way, so that scores are compared too
     expected, scores = search_naively(bench.logits, prompt, beams, count)
-    options: dict[str, Any] = {"beams": beams, "max_new_tokens": count, "stop": []}
+    options: dict[str, Any] = {
+        "beams": beams,
+        "max_new_tokens": count,
+        "stop": [],
+    }
     options["num_return_sequences"] = beams
-    found = beam_search(bench.target, DRAFTERS[kind](bench.target, []), prompt, **options)
+    found = beam_search(
+        bench.target,
+        DRAFTERS[kind](bench.target, []),
+        prompt,
+        **options,
+    )
 
     assert found.near_ties or found.tokens == expected, kind
     assert torch.tensor(found.scores).allclose(torch.tensor(scores), atol=1e-4)
@@ -233,7 +273,13 @@ def test_beams_are_lossless(model_type: str) -> None:
     """Searches with 1 to 4 beams, with and without drafts."""
     for seed, kind in enumerate(["none", "ngram", "random", "eagle3", "draft_model", "hybrid"]):
         prompt = random_tokens(3 + 2 * seed, seed=seed)
-        assert_search(own(model_type), kind, prompt, beams=1 + (seed + 2) % 4, count=5)
+        assert_search(
+            own(model_type),
+            kind,
+            prompt,
+            beams=1 + (seed + 2) % 4,
+            count=5,
+        )
 
 
 @pytest.mark.slow
@@ -268,7 +314,12 @@ def test_layers_run_one_by_one(model_type: str) -> None:
     nodes = hidden[0][:, [7, 0, 8]]
     positions = torch.tensor([[7, 8, 8]])
     found = view.read(nodes, positions, ancestors, cache, start=0, end=2)
-    torch.testing.assert_close(found[:, [0, 2]], hidden[2][:, 7:], rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(
+        found[:, [0, 2]],
+        hidden[2][:, 7:],
+        rtol=1e-3,
+        atol=1e-4,
+    )
 
     # what measures the time of a draft runs the same layers
     for drafter in (load_drafter("early_exit", bench.target), own_model(bench.target)):
@@ -294,7 +345,12 @@ def test_what_a_hybrid_cannot_serve_is_refused() -> None:
     weights: Any = {"weights": target.tensor}
 
     with pytest.raises(ValueError, match="no Llama block"):
-        METHODS["spire"].for_target(settings, target.config, target.head, **weights)
+        METHODS["spire"].for_target(
+            settings,
+            target.config,
+            target.head,
+            **weights,
+        )
 
 
 @pytest.mark.parametrize("model_type", ["bloom", "mamba2", "rwkv", "gemma3n_text"])
@@ -334,7 +390,13 @@ def test_a_batch_reads_each_sequence_by_itself(
 
     for seed, kind in enumerate(["trees", "eagle3", "draft_model", "ngram"]):
         requests = bench.draw(5, seed + 40)
-        cycles = assert_own(bench, kind, requests, batch_size=3, dice=dice if seed % 2 else None)
+        cycles = assert_own(
+            bench,
+            kind,
+            requests,
+            batch_size=3,
+            dice=dice if seed % 2 else None,
+        )
         assert any(cycle.rows > 1 for cycle in cycles)
 
     assert_search(bench, "ngram", random_tokens(9, seed=9), beams=3, count=4)

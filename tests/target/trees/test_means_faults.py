@@ -78,7 +78,9 @@ def snapshot_late(patch: pytest.MonkeyPatch) -> None:
     keep = SequenceStates.keep
 
     def keep_late(
-        self: SequenceStates, paths: Mapping[int, Sequence[int]], lengths: Mapping[int, int]
+        self: SequenceStates,
+        paths: Mapping[int, Sequence[int]],
+        lengths: Mapping[int, int],
     ) -> None:
         late = {}
 
@@ -131,7 +133,9 @@ def answers_are_right(bench: Own, kind: str, requests: list[Request]) -> bool:
 @pytest.mark.parametrize("model_type", TYPES)
 @pytest.mark.parametrize("fault", [sibling_state, replay_one_short, padding_enters])
 def test_a_fault_of_reading_is_seen(
-    fault: Fault, model_type: str, monkeypatch: pytest.MonkeyPatch
+    fault: Fault,
+    model_type: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """States of trees and of ragged prompts."""
     bench = own(model_type)

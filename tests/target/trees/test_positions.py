@@ -19,7 +19,11 @@ from tests.target.trees.test_masks import COUNTING, EXACT, build_small
 from tests.target.trees.test_means import Own, assert_own
 from tests.tree_rounds import make_reader, read_plainly, worst_difference
 
-TABLED: dict[str, dict[str, Any]] = {"bloom": {}, "mpt": {}, "falcon": {"alibi": True}}
+TABLED: dict[str, dict[str, Any]] = {
+    "bloom": {},
+    "mpt": {},
+    "falcon": {"alibi": True},
+}
 
 
 def make_checked(model: Any) -> TreeReader:

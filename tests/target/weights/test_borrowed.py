@@ -30,7 +30,10 @@ def assert_same(got: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", [*FAMILIES, "phi"])
 def test_what_comes_back_says_what_the_model_says(
-    name: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    dtype: torch.dtype,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Tied, untied, with a bias, with scales and soft caps: the model's own logits, and the input of its layer 0."""
     monkeypatch.setitem(FAMILIES, "phi", ("phi", {}))  # whose LM head has a bias
@@ -41,7 +44,11 @@ def test_what_comes_back_says_what_the_model_says(
 
     loaded = load_borrowed(tmp_path)
     hidden = target.features(TOKENS[None], (-1,))[0, :, 0]
-    output = target.model(input_ids=TOKENS[None], use_cache=False, output_hidden_states=True)
+    output = target.model(
+        input_ids=TOKENS[None],
+        use_cache=False,
+        output_hidden_states=True,
+    )
 
     for head in (target.head, loaded.head):
         # the model's own forward is the oracle
@@ -114,7 +121,9 @@ def spoil(path: Path) -> None:
     ("file", "damage"), [("head.safetensors", spoil), ("config.json", Path.unlink)]
 )
 def test_a_store_looks_at_every_byte(
-    file: str, damage: Callable[[Path], None], tmp_path: Path
+    file: str,
+    damage: Callable[[Path], None],
+    tmp_path: Path,
 ) -> None:
     """When they are asked for, and only then; a store that has none says so."""
     target = Target(build("llama"))
@@ -126,7 +135,14 @@ def test_a_store_looks_at_every_byte(
     assert store.borrowed_folder() is None
 
     files = save_borrowed(tmp_path, target.head, target.config)
-    store = FeatureStore.create(tmp_path, examples, made, parts, width=32, borrowed=files)
+    store = FeatureStore.create(
+        tmp_path,
+        examples,
+        made,
+        parts,
+        width=32,
+        borrowed=files,
+    )
 
     assert store.borrowed_folder() == tmp_path
 

@@ -48,7 +48,9 @@ REFUSED = [
 
 @pytest.mark.parametrize(("quantization", "message"), REFUSED)
 def test_what_cannot_be_loaded_is_refused_before_weights_are_read(
-    quantization: dict[str, Any], message: str, tmp_path: Path
+    quantization: dict[str, Any],
+    message: str,
+    tmp_path: Path,
 ) -> None:
     """From a folder without any weights: with the package or the device that it needs, and what to do instead."""
     config = {**build("llama").config.to_dict(), "quantization_config": quantization}
@@ -193,7 +195,12 @@ def test_heads_borrow_plain_copies(tmp_path: Path, capsys: pytest.CaptureFixture
     assert printed.count("LM head is quantised (Int8Linear)") == 1
     assert printed.count("embedding is quantised (Int8Embedding)") == 1
 
-    torch.testing.assert_close(target.head.weight, model.lm_head.plain, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        target.head.weight,
+        model.lm_head.plain,
+        rtol=1e-6,
+        atol=1e-6,
+    )
     assert target.vocab_size == 96
 
     head, losses = learn(target)
@@ -206,7 +213,12 @@ def test_heads_borrow_plain_copies(tmp_path: Path, capsys: pytest.CaptureFixture
 
     hidden = torch.randn(5, 32)
     logits = load_borrowed(tmp_path).head.logits(hidden)
-    torch.testing.assert_close(logits, target.head.logits(hidden), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        logits,
+        target.head.logits(hidden),
+        rtol=1e-4,
+        atol=1e-4,
+    )
 
 
 @torch.no_grad()
