@@ -37,7 +37,7 @@ from eagle.drafters.several import FirstOf
 from eagle.recipe import TrainSection
 from eagle.target.trees.read_modes import TreeReadMode
 from eagle.training.start import follow_head
-from eagle.training.train import _Run
+from eagle.training.train import Run as TrainingRun
 from tests import simulated
 from tests.registry import BY_DEFAULT
 from tests.tables import some_tables
@@ -260,7 +260,7 @@ def start_run(
     target: Target,
     is_live: bool,
     settings: dict[str, Any],
-) -> tuple[_Run, Any]:
+) -> tuple[TrainingRun, Any]:
     """Return a training run of three steps that has not begun, and its network.
 
     Args:
@@ -298,7 +298,7 @@ def start_run(
     features = follow_head(
         recipe, head_settings, target, features, head=network, weights_split=False
     )
-    run = _Run(
+    run = TrainingRun(
         accelerator=accelerator,
         recipe=recipe,
         head=network,

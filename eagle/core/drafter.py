@@ -643,6 +643,10 @@ class TrainableDrafter(nn.Module, Drafter):
         """
         raise ValueError(f"{type(self).__name__} has no parts to compile: leave train.compile out")
 
+    def weight_groups(self) -> list[tuple[float, list[Tensor]]]:
+        """Return the weights that training changes in groups, each with its factor of the learning rate."""
+        return [(1.0, [weight for weight in self.parameters() if weight.requires_grad])]
+
     def divisors(self, masks: Sequence[Tensor], seeds: Sequence[int]) -> tuple[float, ...] | None:
         """Return the numbers by which `forward` divides its sums over these sequences; None: by supervised tokens.
 

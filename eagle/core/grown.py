@@ -80,7 +80,7 @@ class DeviceTrees:
     def __init__(
         self,
         rows: Sequence[int],
-        columns: Tensor,
+        fields: Tensor,
         levels: int,
         parents: Tensor | None = None,
         probs: Tensor | None = None,
@@ -91,9 +91,9 @@ class DeviceTrees:
 
         Args:
             rows: The batch row of each tree.
-            columns: [B, 1 or 3, N - 1], of B trees of N nodes, without the roots: the nodes' tokens, and if `parents`
-                is None also their parents and the bits of their fp32 likelihoods. All are integers in one tensor, so
-                that one transfer reads them.
+            fields: [B, 1 or 3, N - 1], of B trees of N nodes, without the roots: the nodes' tokens, and if `parents` is
+                None also their parents and the bits of their fp32 likelihoods. All are integers in one tensor, so that
+                one transfer reads them.
             levels: The most levels of a tree below its root.
             parents: [N], on the host, if all trees have one fixed shape.
             probs: [B, N, V], the drafter's probabilities of V tokens that each node was sampled from; None for trees
@@ -102,7 +102,7 @@ class DeviceTrees:
                 nodes, and do not belong to their tree.
         """
         self.rows = list(rows)
-        self.columns = columns
+        self.fields = fields
         self.levels = levels
         self.parents = parents
         self.probs = probs
@@ -110,12 +110,12 @@ class DeviceTrees:
         self.roots: list[int] = []  # the root token of each tree, once `hand_over` has set them
         # all groups of trees of one proposal, which are read in one transfer; `hand_over` sets them
         self.read_together: Sequence[DeviceTrees] = [self]
-        self.host_columns: Tensor | None = None  # `columns` on the host, once they are read
+        self.host_fields: Tensor | None = None  # `fields` on the host, once they are read
 
     @property
     def size(self) -> int:
         """The number of nodes of each tree, with the root and the `LEFT_OUT` nodes that fill the fixed size."""
-        return self.columns.shape[2] + 1
+        return self.fields.shape[2] + 1
 
     @cached_property
     def tokens(self) -> Tensor:
@@ -123,9 +123,9 @@ class DeviceTrees:
 
         `LEFT_OUT` stands for nodes that only fill the fixed size and belong to no tree.
         """
-        # `columns` hold one tensor column for each draft node; the roots are known on the host alone
-        roots = upload(torch.tensor(self.roots)[:, None], self.columns.device)
-        return torch.cat([roots, self.columns[:, 0]], dim=1)
+        # the roots are known on the host alone
+        roots = upload(torch.tensor(self.roots)[:, None], self.fields.device)
+        return torch.cat([roots, self.fields[:, 0]], dim=1)
 
     @cached_property
     def shape(self) -> NodeShape:
@@ -134,11 +134,11 @@ class DeviceTrees:
         Nodes that only fill the fixed size (`LEFT_OUT`) are among them.
         """
         if self.parents is None:
-            # columns hold tokens, parents and likelihoods, in this order; a parent of 0 is added for the root
-            return find_shape(F.pad(self.columns[:, 1], (1, 0)), self.levels)
+            # tokens, parents and likelihoods, in this order; a parent of 0 is added for the root
+            return find_shape(F.pad(self.fields[:, 1], (1, 0)), self.levels)
         # all trees share one shape, which is expanded to the batch without a copy
-        count = len(self.columns)
-        shared = fixed_shape(tuple(self.parents.tolist()), self.columns.device)
+        count = len(self.fields)
+        shared = fixed_shape(tuple(self.parents.tolist()), self.fields.device)
         return shared.map(lambda tensor: tensor.expand(count, *tensor.shape[1:]))
 
     def pick(self, indices: Sequence[int]) -> tuple[Tensor, NodeShape]:
@@ -161,21 +161,21 @@ class DeviceTrees:
         Args:
             index: Of the tree among these trees.
         """
-        # one transfer reads all groups of the proposal and sets their `host_columns`
-        if self.host_columns is None:
+        # one transfer reads all groups of the proposal and sets their `host_fields`
+        if self.host_fields is None:
             read_trees(self.read_together)
-        assert self.host_columns is not None
-        columns = self.host_columns[index]
+        assert self.host_fields is not None
+        fields = self.host_fields[index]  # [1 or 3, N - 1]
         root = self.roots[index]
         if self.parents is not None:
             # a fixed shape: only the tokens differ between trees
-            tokens = torch.cat([torch.tensor([root]), columns[0]])
+            tokens = torch.cat([torch.tensor([root]), fields[0]])
             probs = None if self.probs is None else self.probs[index]
             return _leave_out(tokens, self.parents, draft_probs=probs)
         # the root's token and parent, and a likelihood of 0
-        root_column = torch.tensor([[root], [-1], [0]])
+        root_fields = torch.tensor([[root], [-1], [0]])
         # the likelihoods travel in the tensor of integers, as the bits of their fp32 values
-        tokens, parents, bits = torch.cat([root_column, columns], dim=1)
+        tokens, parents, bits = torch.cat([root_fields, fields], dim=1)
         return _leave_out(tokens, parents, likelihoods=bits.int().view(torch.float32))
 
     def renumber(self, index: int, path: list[int]) -> list[int]:
@@ -191,8 +191,8 @@ class DeviceTrees:
         if not self.leaves_nodes_out:
             return path
         # a node's new number is the count of kept nodes before it; the root is always kept, and has no column
-        assert self.host_columns is not None
-        is_kept = F.pad(self.host_columns[index, 0] != LEFT_OUT, (1, 0), value=True)
+        assert self.host_fields is not None
+        is_kept = F.pad(self.host_fields[index, 0] != LEFT_OUT, (1, 0), value=True)
         return (is_kept.cumsum(0) - 1)[torch.tensor(path)].tolist()
 
 
@@ -261,7 +261,7 @@ def lies_on_device(tree: object) -> TypeGuard[GrownTree]:
     """
     if not isinstance(tree, GrownTree) or tree.device_trees is None:
         return False
-    return tree.device_trees.host_columns is None
+    return tree.device_trees.host_fields is None
 
 
 def hand_over(
@@ -291,13 +291,13 @@ def hand_over(
 
 def read_trees(groups: Sequence[DeviceTrees]) -> None:
     """Copy the nodes of groups of trees to the host in one transfer, for which it waits; each group keeps its own."""
-    _store_columns(groups, to_host([group.columns for group in groups]))
+    _store_fields(groups, to_host([group.fields for group in groups]))
 
 
-def _store_columns(groups: Sequence[DeviceTrees], columns: Sequence[Tensor]) -> None:
-    """Set each group's `host_columns`, the tokens (and parents) of its trees' nodes, to what was copied to the host."""
-    for group, host_columns in zip(groups, columns, strict=True):
-        group.host_columns = host_columns
+def _store_fields(groups: Sequence[DeviceTrees], fields: Sequence[Tensor]) -> None:
+    """Set each group's `host_fields`, the tokens (and parents) of its trees' nodes, to what was copied to the host."""
+    for group, host_fields in zip(groups, fields, strict=True):
+        group.host_fields = host_fields
 
 
 def lay_out(
@@ -484,12 +484,11 @@ def read_walks(
             for group in tree.device_trees.read_together:
                 groups_by_id[id(group)] = group
     groups = list(groups_by_id.values())
-    # of each group the tokens of its nodes, and, unless its shape is fixed, their parents and likelihoods
-    columns = [group.columns for group in groups]
-    *host_columns, paths, counts, following = to_host(
-        [*columns, walks.paths, walks.counts, walks.following]
+    fields = [group.fields for group in groups]
+    *host_fields, paths, counts, following = to_host(
+        [*fields, walks.paths, walks.counts, walks.following]
     )
-    _store_columns(groups, host_columns)
+    _store_fields(groups, host_fields)
 
     results = []
     for tree, path, count, token in zip(

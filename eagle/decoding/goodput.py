@@ -157,24 +157,27 @@ class Goodput:
             clock: By default one of CPU seconds (`clock_of`).
             options: Options of `generate`, with one sampling and one limit for all prompts.
         """
-        # the token ids of each prompt; None for a single prompt
-        rows = prompt_rows(prompt, None)
-        prompts = [token_ids(prompt)] if rows is None else rows
-        if batch_sizes is not None:
-            batch_sizes = positive_ints("batch_sizes", batch_sizes)
-        else:
-            batch_sizes = (1,) if rows is None else BATCH_SIZES
-        contexts = positive_ints("contexts", contexts) if contexts else ()
+        prompts = prompt_rows(prompt, None)
+        usual_sizes: Sequence[int] = BATCH_SIZES
+        if prompts is None:
+            prompts = [token_ids(prompt)]
+            usual_sizes = (1,)
         if not prompts:
             raise ValueError("the prompts are an empty list, expected at least one")
+        batch_sizes = positive_ints(
+            "batch_sizes", usual_sizes if batch_sizes is None else batch_sizes
+        )
+        if contexts:
+            contexts = positive_ints("contexts", contexts)
+            # the short generations then have the first of these contexts
+            prompts = [_repeat(tokens, contexts[0]) for tokens in prompts]
+        else:
+            contexts = (max(map(len, prompts)),)
         if budget is None:
             tuned = drafter.budget if isinstance(drafter, Drafter) else None
             budget = tuned or Budget.fixed(chain_paths(8))
         refuse_options(options.keys() - {*GENERATION}, GENERATION)
         check_call(target, drafter, options.get("sampling") or Sampling(), budget)
-        # the short generations then have the first of the contexts that the caller asked for
-        if contexts:
-            prompts = [_repeat(tokens, contexts[0]) for tokens in prompts]
 
         # bare forwards are timed at every number of tokens that a cycle of this budget can read
         costs, cycles = measure_costs(
@@ -183,7 +186,7 @@ class Goodput:
             prompts=prompts,
             budget=budget,
             options=options,
-            contexts=contexts or (max(map(len, prompts)),),
+            contexts=contexts,
             sizes=_rows_read(drafter, budget, max(batch_sizes)),
             batch_sizes=batch_sizes,
             batch_tokens=[1 + nodes for nodes in _nodes_by_level(budget)],

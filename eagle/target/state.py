@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -54,9 +54,10 @@ class PromptOutput:
 class TargetState:
     """Rows of tokens: `admit` a prompt, `read_prompts`, `read` a tree for each row, `keep` accepted paths, `release`.
 
-    A row is a sequence that is decoded; the caller chooses its number. A cache row is its index in the cache's batch
-    dimension, which changes when other rows end. Rows being decoded lie in the first cache rows, followed by rows whose
-    prompts are still being read, and then by free cache rows, which keep their last sequence.
+    A sequence has three numbers. Its row is the caller's, and stays. Its cache row is the index in the cache's batch
+    dimension, which changes when other rows end. Its index `i` in a forward is that among the sequences read there.
+    Rows being decoded lie in the first cache rows, followed by rows whose prompts are still being read, and then by
+    free cache rows, which keep their last sequence.
     """
 
     def __init__(
@@ -231,6 +232,11 @@ class TargetState:
             tokens[:length] for tokens, length in zip(sequences, self.cache.lengths, strict=False)
         ]
 
+    def _locate(self, rows: Iterable[int]) -> tuple[list[int], list[int]]:
+        """Return the cache row of each row of a forward, and the length of its sequence, after which it writes."""
+        cache_rows = [self._cache_row(row) for row in rows]
+        return cache_rows, [self.cache.lengths[cache_row] for cache_row in cache_rows]
+
     def _swap(self, first: int, second: int) -> None:
         """Exchange the places of two sequences in the cache, with their tokens and their callers' row numbers."""
         if first == second:
@@ -355,9 +361,8 @@ class TargetState:
         The logits are [V], over the vocabulary, after the last of these tokens. `tokens` are by row.
         """
         rows = sorted(tokens, key=self._cache_row)
-        cache_rows = [self._cache_row(row) for row in rows]
+        cache_rows, starts = self._locate(rows)
         sizes = [len(tokens[row]) for row in rows]
-        starts = [self.cache.lengths[cache_row] for cache_row in cache_rows]
         for row, start, size in zip(rows, starts, sizes, strict=True):
             # a prompt is not checked: `_shared_prefix` reuses only tokens that its own rotary frequencies have read
             if row not in self.prompts:
@@ -419,8 +424,7 @@ class TargetState:
 
     def _read(self, trees: Mapping[int, DraftTree]) -> dict[int, TargetOutput]:
         """Read the trees of rows (sequences) that share a forward; return its logits and tapped states by row."""
-        cache_rows = [self._cache_row(row) for row in trees]
-        starts = [self.cache.lengths[cache_row] for cache_row in cache_rows]
+        cache_rows, starts = self._locate(trees)
         sizes = [tree.columns for tree in trees.values()]  # nodes that are read, the root included
         # [B, N] tokens and depths of B trees, padded to N nodes; [B, N, N] or None for chains
         tokens, depths, tree_mask = lay_out(
@@ -436,24 +440,23 @@ class TargetState:
         hidden, states = self._forward(cache_rows, tokens, positions, tree_mask, sizes=sizes)
         # indices of the trees' nodes in the flattened states: the LM head reads no padding
         nodes: list[int] = []
-        for index, size in enumerate(sizes):
-            first = index * max(sizes)
+        for i, size in enumerate(sizes):
+            first = i * max(sizes)
             nodes += range(first, first + size)
-        logits = self.reader.logits(self.target.head, pick_rows(hidden.flatten(0, 1), nodes)).split(
-            sizes
-        )
+        # [nodes of all trees, V], then of each tree
+        logits = self.reader.logits(self.target.head, pick_rows(hidden.flatten(0, 1), nodes))
+        logits_by_tree = logits.split(sizes)
         outputs = {}
-        for index, (row, tree) in enumerate(trees.items()):
-            features = None
-            if states is not None:
-                # [nodes, taps, D]
-                features = states[index, :, : sizes[index]].transpose(0, 1)
+        # `i` is the index of a tree in the forward
+        for i, (row, tree) in enumerate(trees.items()):
+            # [nodes, taps, D]
+            features = None if states is None else states[i, :, : sizes[i]].transpose(0, 1)
             outputs[row] = TargetOutput(
                 tree,
-                logits[index],
+                logits_by_tree[i],
                 features,
-                start=starts[index],
-                sequence=self.sequences[cache_rows[index]],
+                start=starts[i],
+                sequence=self.sequences[cache_rows[i]],
             )
         return outputs
 
@@ -519,9 +522,8 @@ class TargetState:
         Returns:
             [B, K, V], the logits after each, over V tokens of the vocabulary.
         """
-        cache_rows = [self._cache_row(row) for row in rows]
-        starts = torch.tensor([self.cache.lengths[cache_row] for cache_row in cache_rows])
-        positions = starts[:, None] + torch.tensor(depths)
+        cache_rows, starts = self._locate(rows)
+        positions = torch.tensor(starts)[:, None] + torch.tensor(depths)
         hidden, _ = self._forward(cache_rows, tokens, positions, tree_mask)
         return self.reader.logits(self.target.head, hidden)
 

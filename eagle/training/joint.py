@@ -7,14 +7,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from eagle.core.drafter import TargetHead, TrainableDrafter
-from eagle.core.examples import Batch, Example, collate
+from eagle.core.examples import Batch
 from eagle.core.tree import Paths
 from eagle.device import upload
 from eagle.drafters.parts.objectives import distillation_loss
@@ -48,38 +48,30 @@ class AdapterDropout(nn.Dropout):
         return self.dropout.drop_padded(x)
 
 
-class StepPart(NamedTuple):
-    """What a part of a step (the sequences of one forward) must know of the whole step."""
+class Joint(TrainableDrafter):
+    """A target's model with adapters, and a head: the training loop trains them as it trains a head.
 
-    seeds: tuple[int, ...] | None  # one of each sequence of the part
-    divisors: tuple[float, ...] | None  # those of the heads' loss, summed over the whole step
-    share: float  # of the step's supervised tokens that are in this part
+    `forward` is the loss of both. It reads tokens alone, as the states of a target that trains change with every step.
+    The state dict holds only trained weights.
+    """
 
-
-class Joint(nn.Module):
-    """A target's model with adapters, and heads. `forward` is their loss; the state dict holds only trained weights."""
-
-    def __init__(
-        self, model: Any, head: TrainableDrafter, target_head: TargetHead, settings: JointSection
-    ) -> None:
-        """Add LoRA adapters to the target's model, in place, to train it together with heads.
+    def __init__(self, model: Any, head: TrainableDrafter, section: JointSection) -> None:
+        """Add LoRA adapters to the target's model, in place, to train it together with a head.
 
         Args:
             model: The target's transformers model.
-            head: The heads, which may read tap -1 alone: the input of the target's LM head, and no other layer's.
-            target_head: The target's embedding and LM head, which are not trained.
-            settings: The section `joint` of the recipe.
+            head: The head, which may read tap -1 alone: the input of the target's LM head, and no other layer's.
+            section: The section `joint` of the recipe.
         """
-        super().__init__()
+        super().__init__(head.settings, head.shape)
         if {*head.taps, *head.teacher_taps} != {-1}:
             raise ValueError(
                 f"these heads read taps {head.taps} of the target, expected -1 alone, its LM head's input"
             )
-        self.adapted = add_adapter(model, settings.rank, settings.alpha, settings.dropout)
+        self.adapted = add_adapter(model, section.rank, section.alpha, section.dropout)
         self.dropouts = _replace_dropouts(self.adapted)
         self.head = head
-        self.target_head = target_head
-        self.settings = settings
+        self.section = section
         # The model without its LM head. It is in a tuple so that torch does not register it as a submodule: it is one
         # of `adapted` already.
         self.body = (base_of(model),)
@@ -87,100 +79,91 @@ class Joint(nn.Module):
         # the frozen weights, which the state dict leaves out, are not missing
         self.register_load_state_dict_post_hook(lambda _, keys: keys.missing_keys.clear())
 
-    def forward(
-        self, examples: Sequence[Example], heads_weight: float, part: StepPart | None = None
-    ) -> dict[str, Tensor]:
-        """Return the target's loss plus `heads_weight` times that of the heads, and its terms.
+    def forward(self, batch: Batch, target_head: TargetHead) -> dict[str, Tensor]:
+        """Return the target's loss plus that of the head times its weight, and the terms.
 
         Args:
-            examples: The sequences, without features.
-            heads_weight: The weight of the heads' loss.
-            part: What the sequences of this forward must know of the whole optimizer step; None where they are the
-                whole step.
+            batch: The sequences, whose features are not read.
+            target_head: The target's embedding and LM head, which are not trained.
 
         Returns:
-            "total", to be minimised; "target" and "heads", its two terms before the weight; the heads' logged losses.
+            "total", to be minimised; "target" and "heads", its two terms before the weight; the head's logged losses.
         """
-        part = part or StepPart(seeds=None, divisors=None, share=1.0)
-        # without seeds the adapters draw plain dropout
-        dropout = None
-        if part.seeds:
-            counts = [len(example.tokens) for example in examples]
-            dropout = TextDropout(
-                self.settings.dropout, part.seeds, counts, self.target_head.weight.device
-            )
+        # an adapter draws by each sequence's seed
+        dropout = TextDropout(self.section.dropout, batch.seeds, batch.lengths, batch.tokens.device)
         for module in self.dropouts:
             module.dropout = dropout
-        batch, original_states = self.read(examples, compare=self.settings.loss == "kl")
-        target = part.share * self.target_loss(batch, original_states)
-        batch = replace(batch, seeds=part.seeds or batch.seeds, divisors=part.divisors)
-        # With the step's divisors the heads' loss is this part's share of the step's loss already. A part with share 0
-        # only repeats an example, so that every process has a part, and counts nothing.
-        share = part.share if part.divisors is None else float(part.share > 0)
-        losses = {name: share * loss for name, loss in self.head(batch, self.target_head).items()}
+        batch, original_states = self.read(batch, compare=self.section.loss == "kl")
+        divisor: float = batch.slots
+        # those of the whole step, as `divisors` returns them: the target's, then the head's
+        if batch.divisors is not None:
+            divisor, *head_divisors = batch.divisors
+            batch = replace(batch, divisors=tuple(head_divisors))
+        target = self.target_loss(batch, original_states, target_head) / max(divisor, 1)
+        losses = self.head(batch, target_head)
         heads = losses.pop("total")
-        return {"total": target + heads_weight * heads, "target": target, "heads": heads, **losses}
+        total = target + heads_weight(self.section, batch.progress) * heads
+        return {"total": total, "target": target, "heads": heads, **losses}
 
-    def read(self, examples: Sequence[Example], *, compare: bool) -> tuple[Batch, Tensor | None]:
+    def divisors(self, masks: Sequence[Tensor], seeds: Sequence[int]) -> tuple[float, ...] | None:
+        """Return the number of supervised tokens, which divides the target's loss, and the head's own divisors.
+
+        None if the head's loss is a mean over supervised tokens, as the target's is.
+        """
+        head_divisors = self.head.divisors(masks, seeds)
+        if head_divisors is None:
+            return None
+        return (sum(int(mask.sum()) for mask in masks), *head_divisors)
+
+    def read(self, batch: Batch, *, compare: bool) -> tuple[Batch, Tensor | None]:
         """Let the adapted target read the sequences, and with `compare` the original target, too.
 
         The original target is the same model with its adapters switched off.
 
         Returns:
-            A batch with the adapted target's states, with gradients; and the original target's states [N, D] at the
-            batch's N tokens, or None.
+            The batch with the adapted target's states as features, with gradients; and the original target's states
+            [N, D] at the batch's N tokens, or None.
         """
-        tokens = pad_sequence([example.tokens for example in examples], batch_first=True)
-        tokens = upload(tokens, self.target_head.weight.device)
-        batch = self.collate(examples, self.states(tokens))
+        batch = replace(batch, features=self.states(batch)[:, None])
         if not compare:
             return batch, None
         with torch.no_grad(), self.adapted.disable_adapter():
-            original = self.collate(examples, self.states(tokens))
-        return batch, original.features[:, 0]
+            return batch, self.states(batch)
 
-    def states(self, tokens: Tensor) -> Tensor:
-        """Return [B, T, D], the LM head's input of width D at right-padded tokens [B, T].
+    def states(self, batch: Batch) -> Tensor:
+        """Return [N, D], the LM head's input of width D at the N tokens of a batch.
 
-        Gradients are kept, so that the heads' loss reaches the adapters. No attention mask is needed: padding follows
-        the tokens, and attention is causal.
+        Gradients are kept, so that the head's loss reaches the adapters.
         """
+        # no attention mask is needed: padding follows the tokens, and attention is causal
+        tokens = pad_sequence(batch.tokens.split(batch.lengths), batch_first=True)
         (body,) = self.body
-        states: Tensor = body(input_ids=tokens, use_cache=False).last_hidden_state
-        return states
+        states: Tensor = body(input_ids=tokens, use_cache=False).last_hidden_state  # [B, T, D]
+        return torch.cat([seq[:count] for seq, count in zip(states, batch.lengths, strict=True)])
 
-    def collate(self, examples: Sequence[Example], states: Tensor) -> Batch:
-        """Return a batch, concatenated without padding, of B examples with their states [B, T, D] as features."""
-        with_features = []
-        for example, padded in zip(examples, states, strict=True):
-            # [T, 1, D] without the padding, one tap
-            features = padded[: len(example.tokens), None]
-            with_features.append(replace(example, features=features))
-        return collate(with_features, (-1,)).to(states.device)
-
-    def target_loss(self, batch: Batch, original_states: Tensor | None) -> Tensor:
-        """Return the target's mean loss over the supervised tokens: their cross-entropy, or KL(original, adapted).
+    def target_loss(
+        self, batch: Batch, original_states: Tensor | None, target_head: TargetHead
+    ) -> Tensor:
+        """Return the target's loss, summed over the supervised tokens: cross-entropy, or KL(original, adapted).
 
         Args:
             batch: N tokens with the adapted target's states, of width D.
             original_states: [N, D] of the original target, for the KL; None for the cross-entropy.
+            target_head: The target's LM head.
         """
         # [S], the indices of the supervised tokens
         slots = upload(batch.loss_mask.nonzero()[:, 0], batch.tokens.device)
         # [1, S, D], one draft step for `distillation_loss`; a token is predicted by the state at the token before it
         states = batch.features[:, 0].index_select(0, slots - 1)[None]
         dtype = torch.promote_types(states.dtype, torch.float32)
-        # each of the S tokens counts alike; a batch without any has the loss 0
-        weights = torch.full(
-            states.shape[:2], 1 / max(len(slots), 1), dtype=dtype, device=states.device
-        )
+        weights = torch.ones(states.shape[:2], dtype=dtype, device=states.device)
         # `distillation_loss` takes the student's and the teacher's LM head, and returns the total first; without a
         # teacher's head the teacher is the tokens
         if original_states is None:
             tokens = batch.tokens.index_select(0, slots)
-            return distillation_loss(states, tokens, weights, (self.target_head, None))[0]
+            return distillation_loss(states, tokens, weights, (target_head, None))[0]
         original = original_states.index_select(0, slots - 1)
-        heads = (self.target_head, self.target_head)
+        heads = (target_head, target_head)
         with torch.no_grad():
             # KL(p, q) = cross-entropy(p, q) - entropy(p). The entropy is computed as cross-entropy(p, p), by the same
             # products, so that equal states give exactly 0.
@@ -188,23 +171,25 @@ class Joint(nn.Module):
         return distillation_loss(states, original, weights, heads)[0] - entropy
 
     @torch.no_grad()
-    def validate(self, examples: Sequence[Example], trees: dict[str, Paths]) -> dict[str, Tensor]:
-        """Return validation sums of the heads on the adapted target, and as "kl" its KL from the original target.
+    def validate(
+        self, batch: Batch, target_head: TargetHead, trees: dict[str, Paths]
+    ) -> dict[str, Tensor]:
+        """Return validation sums of the head on the adapted target, and as "kl" its KL from the original target.
 
         Args:
-            examples: Held-out sequences, without features.
+            batch: Held-out sequences, whose features are not read.
+            target_head: The target's embedding and LM head.
             trees: Tree shapes by name, of which the acceptance is estimated.
         """
-        batch, original_states = self.read(examples, compare=True)
-        # a sum over the supervised tokens, like the heads' sums
-        kl = self.target_loss(batch, original_states) * batch.slots
-        return {**self.head.validate(batch, self.target_head, trees), "kl": kl}
+        batch, original_states = self.read(batch, compare=True)
+        kl = self.target_loss(batch, original_states, target_head)
+        return {**self.head.validate(batch, target_head, trees), "kl": kl}
 
-    def parameter_groups(self, lr: float) -> list[dict[str, Any]]:
-        """Return the trained parameters in two groups for the optimizer, with their learning rates.
+    def weight_groups(self) -> list[tuple[float, list[Tensor]]]:
+        """Return the trained weights in two groups, each with its factor of the learning rate.
 
-        The heads' matrices learn at `lr * joint.head_lr`; the adapters and the heads' vectors (biases, norms) at `lr`,
-        as in Medusa's own code.
+        The head's matrices learn at `joint.head_lr` times the rate of the adapters and of the head's vectors (biases,
+        norms), as in Medusa's own code.
         """
         head_matrices = {id(weight) for weight in self.head.parameters() if weight.ndim > 1}
         slow: list[Tensor] = []
@@ -213,7 +198,7 @@ class Joint(nn.Module):
             if weight.requires_grad:
                 group = fast if id(weight) in head_matrices else slow
                 group.append(weight)
-        return [{"params": slow, "lr": lr}, {"params": fast, "lr": lr * self.settings.head_lr}]
+        return [(1.0, slow), (self.section.head_lr, fast)]
 
     def merge(self) -> Any:
         """Return the new target: the model with its LoRA adapters merged into its weights."""
@@ -232,14 +217,14 @@ def _replace_dropouts(adapted: nn.Module) -> tuple[AdapterDropout, ...]:
     return tuple(module for module in adapted.modules() if isinstance(module, AdapterDropout))
 
 
-def heads_weight(settings: JointSection, step: int, steps: int) -> float:
-    """Return the weight of the heads' loss in step `step`, counted from 0, of a run of `steps` steps.
+def heads_weight(section: JointSection, progress: float) -> float:
+    """Return the weight of the heads' loss once `progress` of the run is done, from 0 to 1.
 
-    It is `joint.heads`, or with `joint.rise` it rises to that from 0 over the run: heads * sin(pi / 2 * step / steps).
+    It is `joint.heads`, or with `joint.rise` it rises to that from 0 over the run: heads * sin(pi / 2 * progress).
     """
-    if not settings.rise:
-        return settings.heads
-    return settings.heads * math.sin(math.pi / 2 * step / steps)
+    if not section.rise:
+        return section.heads
+    return section.heads * math.sin(math.pi / 2 * progress)
 
 
 def _drop_frozen(joint: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:

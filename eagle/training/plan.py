@@ -5,11 +5,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from heapq import heapreplace
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -333,51 +333,39 @@ class Dealer:
                 it.
             sum_over_processes: Returns the sum of a tensor over all processes.
         """
-        # the examples of every part, of which each process takes every `processes`-th; and this process's factors
         parts = self.plan.parts(step, self.part_count)
+        # the factor of each part's mean loss in the step's mean loss; 0 for a part that only repeats an example
         weights = self.plan.weights(step, parts)[self.rank :: self.processes]
-        own_parts = parts[self.rank :: self.processes]
-        supervised = self._supervised_share(step)
+        # loaded one by one, each when its turn comes
+        own_batches: Iterable[Batch] = islice(batches, len(weights))
         if self.must_count_first:
-            own_batches = [next(batches) for _ in own_parts]
-            yield from self._deal_counted(
-                own_parts,
-                weights,
-                own_batches,
-                supervised,
-                count_divisor=count_divisor,
-                sum_over_processes=sum_over_processes,
+            own_batches, weights = self._count_first(
+                list(own_batches), weights, count_divisor, sum_over_processes
             )
-            return
-        for indices, weight in zip(own_parts, weights, strict=True):
-            batch = next(batches)
+        supervised = self._supervised_share(step)
+        own_parts = parts[self.rank :: self.processes]
+        for indices, weight, batch in zip(own_parts, weights, own_batches, strict=True):
             # a loss that is divided by the step's divisors is a share of the step's loss already, so its factor is 1,
             # or 0 for a part that only repeats an example
             share = weight if batch.divisors is None else float(weight > 0)
             yield Part(indices, batch, supervised * share)
 
-    def _deal_counted(
+    def _count_first(
         self,
-        parts: Sequence[Sequence[int]],
-        weights: Sequence[float],
-        batches: Sequence[Batch],
-        supervised: float,
-        *,
+        batches: list[Batch],
+        weights: list[float],
         count_divisor: Callable[[Batch], Tensor],
         sum_over_processes: Callable[[Tensor], Tensor],
-    ) -> Iterator[Part]:
-        """Yield this process's parts where the numbers that divide the loss are known only once all parts are loaded.
+    ) -> tuple[list[Batch], list[float]]:
+        """Return this process's batches with the step's divisors; for a mean, the batches as they are and new weights.
 
         Args:
-            parts: The indices of each part's examples.
-            weights: The factor of each part; 0 for one that only repeats an example.
-            batches: The batch of each part.
-            supervised: A factor of every part's loss, from `_supervised_share`.
-            count_divisor: Returns a batch's divisor (the number of its loss terms) where only the head's forward knows
-                it.
-            sum_over_processes: Returns the sum of a tensor over all processes.
+            batches: The batch of each part of this process.
+            weights: The factor of each part; 0 for one that only repeats an example, and adds nothing.
+            count_divisor: As in `deal`.
+            sum_over_processes: As in `deal`.
         """
-        # the N divisors of each part; a part that only repeats an example adds nothing
+        # the N divisors of each part
         counts = []
         slots = 0
         for batch, weight in zip(batches, weights, strict=True):
@@ -388,21 +376,20 @@ class Dealer:
             torch.cat([torch.stack(counts).sum(0), torch.tensor([slots], dtype=torch.float64)])
         )
         *divisors, step_slots = sums.tolist()
-        # such a head's loss is a mean over the supervised tokens of a part: it is weighted by their share in the step
-        is_mean = (
+        # the loss is a mean over the supervised tokens of a part: it is weighted by their share in the step
+        if (
             not self.head.counts_by_forward
             and self.head.divisors(batches[0].masks, batches[0].seeds) is None
-        )
-        for indices, weight, batch, own_count in zip(parts, weights, batches, counts, strict=True):
-            if is_mean:
-                yield Part(indices, batch, supervised * float(own_count) / max(divisors[0], 1.0))
-                continue
+        ):
+            return batches, [float(count) / max(divisors[0], 1.0) for count in counts]
+        with_divisors = []
+        for batch in batches:
             # the loss on drafts is a mean over the step's supervised tokens, whatever the head's own loss is
             drafts = batch.drafts
             if drafts is not None:
                 drafts = replace(drafts, divisor=max(step_slots, 1.0))
-            batch = replace(batch, divisors=tuple(divisors), drafts=drafts)
-            yield Part(indices, batch, supervised * (weight > 0))
+            with_divisors.append(replace(batch, divisors=tuple(divisors), drafts=drafts))
+        return with_divisors, weights
 
     def _supervised_share(self, step: int) -> float:
         """Return the factor by which `train.mean_over: all` turns a mean over supervised tokens into one over all.

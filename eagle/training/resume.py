@@ -81,6 +81,8 @@ def run_identity(recipe: Recipe, features: dict[str, Any], processes: int) -> di
         "drafter": values["drafter"],
         "train": decisive_settings(values["train"]),
     }
+    if recipe.joint is not None:
+        identity["joint"] = values["joint"]
     method = DRAFTERS.find(recipe.drafter.kind)
     # a method that the user has written is identified by its code
     code = describe_code(method) if method is not None else None

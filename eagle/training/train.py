@@ -79,7 +79,7 @@ def train(
         The folder of the best head.
     """
     with lock_folder(recipe.train.out, hold=accelerator.is_main_process):
-        run = _Run(
+        run = Run(
             accelerator, recipe, head, target_head, features, decoding=decoding, commit=commit
         )
         with interrupted_by_user(run.checkpoints.describe_resume):
@@ -94,7 +94,7 @@ def train(
 
 
 @dataclass
-class _Run:
+class Run:
     """The state of one training run in one process; `resume` and `train` do the work, in this order."""
 
     accelerator: Accelerator
@@ -140,6 +140,7 @@ class _Run:
         self.unlogged_steps: list[tuple[int, Tensor]] = []
         self.unlogged_parts: list[tuple[int, Sequence[int], Tensor]] = []
         self.loss_names: list[str] = []
+        self.figures: dict[str, Any] = {}  # of the last validation
         self.decoding_seconds = 0.0
         self.metrics: TrackedMetrics | None = None  # of the main process alone
         self.note = ""  # shown beside the progress bar
@@ -166,8 +167,11 @@ class _Run:
         if self.sharded:
             shard_head(self.head)
             prepare = partial(prepare_sharded, self.accelerator)
+        groups = self.head.weight_groups()
+        # of each group, the factor of the plan's learning rate
+        self.lr_factors = [factor for factor, _ in groups]
         self.optimizer = torch.optim.AdamW(
-            self._trainable_weights(),
+            [{"params": weights} for _, weights in groups],
             lr=settings.lr,
             betas=settings.betas,
             weight_decay=settings.weight_decay,
@@ -237,11 +241,13 @@ class _Run:
 
     def _report(self) -> None:
         """Print how far training came on the method's measured curve, and the gain over the head of `train.init`."""
-        comparison = compare_with_curve(
-            self.recipe.drafter.kind, self.plan.learned(self.step), self.mirror
-        )
-        if comparison:
-            self.print(comparison)
+        # the curves are those of heads whose target does not train
+        if self.recipe.joint is None:
+            comparison = compare_with_curve(
+                self.recipe.drafter.kind, self.plan.learned(self.step), self.mirror
+            )
+            if comparison:
+                self.print(comparison)
         if self.decoding and self.choice.start and self.choice.counts:
             self.print(self.choice.describe_gain(self.decoding))
         if self.metrics:
@@ -257,8 +263,8 @@ class _Run:
             batches: This process's batches from this step on.
         """
         accelerator = self.accelerator
-        for group in self.prepared.param_groups:
-            group["lr"] = self.plan.lr(step)
+        for group, factor in zip(self.prepared.param_groups, self.lr_factors, strict=True):
+            group["lr"] = self.plan.lr(step) * factor
         tokens = 0
         sums = torch.zeros((), device=accelerator.device)
         # sources of features read the step's examples when `deal` takes a batch: they sample by this seed, and
@@ -307,16 +313,13 @@ class _Run:
         if self.deepspeed:
             return torch.tensor(float(self.model.get_global_grad_norm()))
         # gradients are clipped in place; the norm is sharded where they are
-        norm = gather(_clip_gradients(self._trainable_weights(), self.settings))
+        weights = list(chain.from_iterable(group for _, group in self.head.weight_groups()))
+        norm = gather(_clip_gradients(weights, self.settings))
         # a fused optimizer skips the update where this tensor is 1, so that the host need not wait for the norm
         self.optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
         self.prepared.step()
         self.prepared.zero_grad()
         return norm.float()
-
-    def _trainable_weights(self) -> list[Tensor]:
-        """Return the weights that the optimizer updates; others, such as a frozen LM head, keep their values."""
-        return [weight for weight in self.head.parameters() if weight.requires_grad]
 
     def print(self, line: str) -> None:
         """Print a line, on the main process alone."""
@@ -424,6 +427,7 @@ class _Run:
         start = perf_counter()
         counts = self._decode(head)
         metrics |= {f"decoded_{name}": acceptance_length(pairs) for name, pairs in counts.items()}
+        self.figures = metrics
         is_best = self.choice.add(self.step, counts, metrics) or self.settings.choose == "last"
         if self.decoding and counts:
             self.decoding_seconds += perf_counter() - start
@@ -436,7 +440,9 @@ class _Run:
         if self.accelerator.is_main_process:
             # rows are named by the index of the step, self.step counts the steps done
             self._write(step=self.step - 1, validation=metrics)
-            self._save(head, metrics, is_best=is_best, is_last=is_last)
+            # a target that trains with its head is written once, after the last step
+            if self.recipe.joint is None:
+                self._save(head, is_best=is_best, is_last=is_last)
         # the others wait until the head is saved
         self.accelerator.wait_for_everyone()
         self.head.train()
@@ -486,9 +492,7 @@ class _Run:
             self.accelerator.device.type, torch.bfloat16, enabled=self.settings.dtype == "bfloat16"
         )
 
-    def _save(
-        self, head: TrainableDrafter, metrics: dict[str, Any], *, is_best: bool, is_last: bool
-    ) -> None:
+    def _save(self, head: TrainableDrafter, *, is_best: bool, is_last: bool) -> None:
         """Save the head in `last/` and, with `is_best`, in `head/`.
 
         A full disk is an error with `is_last`. Else it is only reported, as a later validation saves again.
@@ -496,9 +500,10 @@ class _Run:
         names = ["last"]
         if is_best:
             names.append("head")
+        provenance = {**self.provenance(), **self.features.identity}
         try:
             for name in names:
-                save_head(self.out / name, head, self.recipe.dump(), self._provenance(metrics))
+                save_head(self.out / name, head, self.recipe.dump(), provenance)
         except DISK_FAULTS as error:
             fault = f"the disk refused the head of step {self.step} in {self.out}: {error}. Make room on it"
             if is_last:
@@ -521,12 +526,8 @@ class _Run:
                 dist.broadcast(tensor, 0)
         return self.mirror
 
-    def _provenance(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """Return the provenance that is saved with a head: code, versions, the run so far, and the features' identity.
-
-        Args:
-            metrics: The figures of the validation after which it is saved.
-        """
+    def provenance(self) -> dict[str, Any]:
+        """Return what is saved with a head of its origin: code, versions, the run so far and its last validation."""
         return {
             "commit": self.commit,
             "eagle": __version__,
@@ -535,8 +536,7 @@ class _Run:
             "tokens": self.plan.learned(self.step),
             "skipped_steps": self.skipped,
             "processes": self.accelerator.num_processes,
-            "validation": metrics,
-            **self.features.identity,
+            "validation": self.figures,
         }
 
     def _identity(self) -> dict[str, Any]:
@@ -553,6 +553,7 @@ class _Run:
             # the best head so far, by what it was chosen, and how many validations ago
             "best": asdict(self.choice),
             "skipped": self.skipped,
+            "figures": self.figures,
             "run": self._identity(),
         }
         fault = checkpoints.write(self.step, state)
@@ -578,6 +579,8 @@ class _Run:
         if state is not None:
             self.step = state["step"]
             self.skipped = state["skipped"]
+            # checkpoints of earlier releases do not have this key
+            self.figures = state.get("figures", {})
         if self.step:
             self.print(f"going on after step {self.step} of {len(self.plan)}")
 

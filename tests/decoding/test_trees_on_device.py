@@ -166,7 +166,7 @@ def test_a_wrong_tree_ends_its_sequence_alone(
         calls += 1
         # the second tree of the second sequence: its last node's parent comes after it
         if calls == 2:
-            trees[0].columns[1][1, -1] = 30
+            trees[0].fields[1][1, -1] = 30
         return hand_over(trees, roots, at_once=at_once)
 
     keep_on_device(monkeypatch)

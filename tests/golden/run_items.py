@@ -121,7 +121,7 @@ def train_loop(folder: Path, name: str, overrides: tuple[str, ...]) -> dict[str,
 def train_jointly(folder: Path) -> dict[str, Any]:
     """Train a target with its heads, from the heads of an earlier run."""
     out = folder / "joint"
-    overrides = ("drafter={kind: medusa}", "joint={heads: 0.2}", "train.decode=null")
+    overrides = ("drafter={kind: medusa}", "joint={heads: 0.2, head_lr: 3}", "train.decode=null")
     access.train_jointly_command(
         access.recipe_arguments(folder, *USUAL, *overrides, f"train.out={out}")
     )

@@ -31,7 +31,7 @@ from eagle.drafters import settings_of
 from eagle.log import script
 from eagle.recipe import Recipe, TrainSection
 from eagle.shipped import STAGES
-from eagle.training.train import _Run
+from eagle.training.train import Run
 from recipes.footprint import EmptyRun, Footprint, large_chunks
 from recipes.forecast import GB, PRECISION, SUPERVISED, empty_head, sizes_of, training_bytes
 
@@ -121,7 +121,7 @@ def run_loop(
     empty.head.to = lambda *_, **__: empty.head  # type: ignore[method-assign]
     texts = Texts(empty, lengths, supervised)
     try:
-        run = _Run(
+        run = Run(
             accelerator,
             recipe,
             empty.head,

@@ -25,7 +25,7 @@ from eagle.recipe import Recipe
 from eagle.shipped import STAGES
 from eagle.target.target import Target
 from eagle.training.launch import shard_head
-from eagle.training.train import _Run
+from eagle.training.train import Run
 from recipes.forecast import empty_head, sizes_of
 
 NAMES = {
@@ -133,14 +133,14 @@ def test_exchanges_of_the_loop(shard: str, accumulation: int, tmp_path: Path) ->
     def work(rank: int) -> None:
         counts: list[Counter[str]] = []
         # steps between two logs
-        advance = _Run._advance
+        advance = Run._advance
 
         def count(*args: Any) -> None:
             with Exchanges() as exchanges:
                 advance(*args)
             counts.append(exchanges.counts)
 
-        _Run._advance = count  # type: ignore[method-assign]
+        Run._advance = count  # type: ignore[method-assign]
         asked = ["train.max_steps=6", f"train.shard_head={shard}"]
         asked.append(f"train.accumulation={accumulation}")
         train_made(tmp_path / "run", {"kind": "eagle1"}, *asked)

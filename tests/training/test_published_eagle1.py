@@ -170,7 +170,7 @@ def test_a_leaking_mask_is_seen(
 
     def leak(*args: Any, **more: Any) -> Spans:
         spans = honest(*args, **more)
-        return replace(spans, runs=[(0, start, stop) for _, start, stop in spans.runs])
+        return replace(spans, runs=[(0, rows) for _, rows in spans.runs])
 
     monkeypatch.setattr(Spans, "of", leak)
     expected = read_plainly(head, examples, target_head)

@@ -24,7 +24,7 @@ from wandb.proto.wandb_internal_pb2 import Record
 from eagle.recipe import Recipe, TrainSection
 from eagle.training import trackers as module
 from eagle.training.trackers import LOG_FOLDERS, Trackers, check_trackers, flatten, name_run
-from eagle.training.train import _Run
+from eagle.training.train import Run
 from eval.compare import main as compare
 from eval.measure import log_measurement
 from recipes.train_medusa2 import main as train_jointly
@@ -218,15 +218,15 @@ def train_twice(
 
     def train() -> Path:
         steps = iter(range(100))
-        advance = _Run._advance
+        advance = Run._advance
 
-        def fail(self: _Run, *args: Any) -> None:
+        def fail(self: Run, *args: Any) -> None:
             if next(steps) == 6:
                 raise KeyError("planted")
             advance(self, *args)
 
         with monkeypatch.context() as patch, pytest.raises(KeyError, match="planted"):
-            patch.setattr(_Run, "_advance", fail)
+            patch.setattr(Run, "_advance", fail)
             run(command, tmp_path / "run", *EVERY, BOTH)
 
         wandb.finish()  # as the end of a process does

@@ -23,10 +23,8 @@ from eagle.core.drafter import (
     HeadShape,
     Parts,
     TargetHead,
-    TrainableDrafter,
 )
 from eagle.core.examples import Batch
-from eagle.core.tree import Paths
 from eagle.drafters.blocks.anchors import Anchors, draw_anchors
 from eagle.drafters.blocks.block_spans import attend_block
 from eagle.drafters.blocks.convolved_block import GroupedConv
@@ -61,7 +59,7 @@ from eagle.drafters.parts.sequence_blocks import (
 )
 from eagle.drafters.parts.sequence_state import sequence_bytes
 from eagle.drafters.parts.spans import Spans
-from eagle.drafters.parts.validation import validate_batch
+from eagle.drafters.parts.validation import ValidatedHead
 from eagle.drafters.parts.window import Window
 from eagle.recipe import Section
 from eagle.target.weights.packed import narrow_packed
@@ -120,7 +118,7 @@ class InjectedSettings(Section):
         return self
 
 
-class InjectedHead(CompiledParts, ReducedVocab, TrainableDrafter):
+class InjectedHead(CompiledParts, ReducedVocab, ValidatedHead):
     """(the target's features of a sequence, root, mask tokens) -> a state for each slot, read by the target's LM head.
 
     In every transformer block a slot attends to the fused features of the tokens before the root, as keys and values,
@@ -480,28 +478,6 @@ class InjectedHead(CompiledParts, ReducedVocab, TrainableDrafter):
         )
 
     # -- validation ---------------------------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def validate(
-        self,
-        batch: Batch,
-        target_head: TargetHead,
-        trees: dict[str, Paths],
-    ) -> dict[str, Tensor]:
-        """Return sums over the supervised slots of a batch: loss terms, and how often each tree's levels are accepted.
-
-        `eagle.drafters.parts.validation.figures` makes figures of them. `trees` are fixed trees by name.
-        """
-        # of each level its LM head's inputs, and the LM head, which is the same for all levels
-        states, (student, *_) = zip(
-            *self.draft_levels(batch, target_head, self.levels), strict=True
-        )
-
-        def logits(state: Tensor) -> Tensor:
-            # on the target's vocabulary, to compare them with the target's logits
-            return self.on_all_tokens(student(state))
-
-        return validate_batch(batch, states, ([logits] * len(states), target_head.logits), trees)
 
     def draft_levels(
         self,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import Any, Literal
 
 import torch
@@ -421,9 +421,7 @@ class MaskRows:
             device: Where the rows are used.
         """
         groups = []
-        # of each run (sequence's first slot, first row's slot, last row's slot + 1), as `Spans.runs` has them
-        spans_runs = []
-        rows = []  # of each run: the slot of each mask token
+        spans_runs = []  # of each run: its sequence's first slot, and the slot of each mask token
         # begins with an empty tensor, as there may be no mask tokens to concatenate
         depths = [torch.empty(0, dtype=torch.long)]
         runs = []
@@ -443,12 +441,11 @@ class MaskRows:
                     continue
                 # a mask token sees the sequence up to its slot, so the slot's row is repeated for each mask token
                 run = (begins[seq] + members).repeat_interleave(size).tolist()
-                rows.append(run)
-                spans_runs.append((begins[seq], run[0], run[-1] + 1))
+                spans_runs.append((begins[seq], run))
                 depths.append(torch.arange(1, size + 1).repeat(len(members)))
                 runs.append((seq, len(run)))
-        all_rows = torch.tensor(list(chain.from_iterable(rows)), dtype=torch.long)
-        spans = Spans(upload(all_rows, device), spans_runs, sum(lengths), scattered=tuple(rows))
+        rows = torch.tensor([row for _, run in spans_runs for row in run], dtype=torch.long)
+        spans = Spans(upload(rows, device), spans_runs, count=sum(lengths))
         return cls(groups, spans, upload(torch.cat(depths), device), runs)
 
     def attend(self, query: Tensor, context: Pair, mask_pair: Pair, kernel: Any = None) -> Tensor:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from eagle.core.budget import Budget
-from eagle.core.drafter import Committed, Noise, Parts, TargetHead, TrainableDrafter
+from eagle.core.drafter import Committed, Parts, TargetHead
 from eagle.core.examples import Batch
-from eagle.core.tree import DraftTree, Paths
+from eagle.core.tree import DraftTree
 from eagle.device import upload
 from eagle.drafters.parts.decoder_block import head_shape
 from eagle.drafters.parts.divisors import (
@@ -34,7 +34,8 @@ from eagle.drafters.parts.objectives import (
     reached_steps,
 )
 from eagle.drafters.parts.scoring import DraftRequest
-from eagle.drafters.parts.validation import validate_batch
+from eagle.drafters.parts.sequence_state import SequenceLengths
+from eagle.drafters.parts.validation import ValidatedHead
 from eagle.recipe import Section
 
 
@@ -48,7 +49,7 @@ class LevelSettings(Section):
     divisor: Divisor = "slots"
 
 
-class LevelHeads(TrainableDrafter):
+class LevelHeads(ValidatedHead):
     """A head whose level d predicts the token d + 2 positions after a state of the target.
 
     The state of a level is computed from that of the level before and the token between them; independent levels do
@@ -247,22 +248,6 @@ class LevelHeads(TrainableDrafter):
         """
         return batch.select_taps(self.taps)[:, 0].index_select(0, slot_indices).to(self.dtype)
 
-    @torch.no_grad()
-    def validate(
-        self,
-        batch: Batch,
-        target_head: TargetHead,
-        trees: dict[str, Paths],
-    ) -> dict[str, Tensor]:
-        """Return sums over the supervised slots of a batch: loss terms, and how often each tree's levels are accepted.
-
-        `eagle.drafters.parts.validation.figures` makes figures of them. `trees` are fixed trees by name: the paths of
-        their nodes, as ranks of children from the root.
-        """
-        # by level: the LM head's inputs, and the function that makes logits of them
-        states, students = zip(*self.draft_levels(batch, target_head, self.levels), strict=True)
-        return validate_batch(batch, states, (students, target_head.logits), trees)
-
     def draft_levels(
         self,
         batch: Batch,
@@ -336,28 +321,13 @@ class LevelHeads(TrainableDrafter):
         return run
 
 
-class LevelState:
+class LevelState(SequenceLengths):
     """The drafting state: each sequence's length and noise. It has no cache, as heads read only the last state."""
 
     def __init__(self, head: LevelHeads) -> None:
         """Begin without sequences; a row is a sequence of the decoding batch."""
+        super().__init__()
         self.head = head
-        self.noises: dict[int, Noise | None] = {}
-        self.lengths: dict[int, int] = {}
-
-    def admit(self, row: int, noise: Noise | None = None) -> None:
-        """Begin the sequence of a row, without tokens yet; `noise` is the target's sampling noise, None if greedy."""
-        self.noises[row] = noise
-        self.lengths[row] = 0
-
-    def fork(self, row: int, other: int) -> None:
-        """Copy the state of a row to the new row `other`, as beam search does."""
-        self.noises[other] = self.noises[row]
-        self.lengths[other] = self.lengths[row]
-
-    def release(self, row: int) -> None:
-        """Drop the sequence of a row."""
-        del self.noises[row], self.lengths[row]
 
     @torch.inference_mode()
     def propose(
@@ -380,10 +350,7 @@ class LevelState:
             # the features are [new tokens, 1, hidden size], as there is one tap; heads read only the state of the last
             # token: [1, hidden size]
             features.append(update.features[-1:, 0])
-            # the root has position `length`, and the first drafted token the next one
-            requests.append(
-                DraftRequest(update.root, self.lengths[row] + 1, budgets[row], self.noises[row])
-            )
+            requests.append(self.request(row, update.root, budgets[row]))
         # [rows, hidden size], on the device of the target's LM head
         states = torch.cat(features).to(self.head.target_head.weight.device, self.head.dtype)
         return dict(zip(updates, grow_levels(self.head, requests, states), strict=True))

@@ -484,7 +484,7 @@ class _DynamicTrees(_GrowingTrees):
             levels: The number of levels that these trees have.
         """
         # [rows, 3, nodes]: token, parent's number and likelihood of each node
-        columns = _keep_likeliest(
+        fields = _keep_likeliest(
             _join_levels(self.tokens, rows),
             _join_levels(self.parents, rows),
             _join_levels(self.likelihoods, rows),
@@ -494,9 +494,9 @@ class _DynamicTrees(_GrowingTrees):
         # counting the others would make the host wait, so their tokens are marked instead
         leaves_out = self.budget.confidence is not None
         if leaves_out:
-            columns[:, 0].masked_fill_(columns[:, 2] == MINUS_INFINITY_BITS, LEFT_OUT)
+            fields[:, 0].masked_fill_(fields[:, 2] == MINUS_INFINITY_BITS, LEFT_OUT)
         return DeviceTrees(
-            [self.rows[row] for row in rows], columns, levels, leaves_nodes_out=leaves_out
+            [self.rows[row] for row in rows], fields, levels, leaves_nodes_out=leaves_out
         )
 
     def keep_rows(self, indices: list[int]) -> None:

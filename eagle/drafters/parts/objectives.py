@@ -401,13 +401,12 @@ class _Distilled(torch.autograd.Function):
             chunks = _chunks(
                 count, steps, students[0].weight, heads=len(students), learned=grads[0] is not None
             )
-            distill_chunk = _ChunkDistiller(settings, grads, steps, chunks)
+            buffers = _ChunkBuffers(settings, grads, steps, chunks)
             for rows in chunks:
-                losses, grad = distill_chunk(
+                losses, grad_student[:, rows] = buffers.distill(
                     rows, student[:, rows], teacher[rows], weights[:, rows]
                 )
                 sums += losses
-                grad_student[:, rows] = grad
         ctx.has_grad = [grad is not None for grad in grads]
         ctx.save_for_backward(grad_student, *(grad for grad in grads if grad is not None))
         ctx.mark_non_differentiable(sums)
@@ -428,8 +427,8 @@ class _Distilled(torch.autograd.Function):
         return grad_student * upstream[0], None, None, None, *grad_trained
 
 
-class _ChunkDistiller:
-    """Computes the losses and gradients of one chunk of rows at a time, in buffers that all chunks use in turn."""
+class _ChunkBuffers:
+    """The buffers in which the losses and gradients of chunks of rows are computed, one chunk after the other."""
 
     def __init__(
         self,
@@ -467,7 +466,7 @@ class _ChunkDistiller:
         if grad_weight is not None and grad_weight.dtype != weight.dtype:
             self.grad_product = torch.empty_like(weight)
 
-    def __call__(
+    def distill(
         self, rows: slice, student: Tensor, teacher: Tensor, weights: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return the weighted losses [K] of a chunk of R rows in K draft steps, and the gradient at its states.
@@ -490,14 +489,7 @@ class _ChunkDistiller:
             teacher = self.settings.teacher_head.logits(teacher, out=self.target_logits[:count])
         # [K * R, width], as a product of a three-dimensional tensor would copy the matrix
         hidden = student.flatten(0, 1).to(heads[0].weight.dtype)
-        hidden_by_head = hidden.chunk(len(heads))
-        buffers = self.logits[: len(hidden)].chunk(len(heads))
-        logits = []
-        slopes = []
-        for head, states, buffer in zip(heads, hidden_by_head, buffers, strict=True):
-            logits.append(head.logits(states, out=buffer))
-            # asked for now, as the logits are overwritten below
-            slopes.append(head.slope(logits[-1], states))
+        logits, slopes = self._compute_logits(hidden)
         # one head for all steps has all K steps' logits in one tensor: split them into K tensors [R, V]
         logits_by_step: list[Tensor] = []
         for head_logits in logits:
@@ -514,6 +506,21 @@ class _ChunkDistiller:
         # `logits` now hold the gradients at the logits, without the rows' weights: they were overwritten to save memory
         grad = self._pull_back(hidden, weights.reshape(-1, 1), logits, slopes)
         return (losses * weights).sum(-1), grad.to(student.dtype).view(steps, count, -1)
+
+    def _compute_logits(self, hidden: Tensor) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Return each head's logits [rows of its steps, V], in the buffer, and what its `slope` needs to keep of them.
+
+        `hidden` are the inputs of the LM heads [K * R, width], one step after the other.
+        """
+        heads = self.settings.students
+        buffers = self.logits[: len(hidden)].chunk(len(heads))
+        logits = []
+        slopes = []
+        for head, states, buffer in zip(heads, hidden.chunk(len(heads)), buffers, strict=True):
+            logits.append(head.logits(states, out=buffer))
+            # asked for now, as the loss overwrites the logits
+            slopes.append(head.slope(logits[-1], states))
+        return logits, slopes
 
     def _pull_back(
         self,

@@ -75,6 +75,34 @@ class SequenceHead(Protocol):
         """
 
 
+class SequenceLengths:
+    """The length and the noise of each sequence of a batch by its row, for states without a KV cache of their own."""
+
+    def __init__(self) -> None:
+        """Begin without sequences."""
+        # the target's sampling noise, which trees are ranked with; None if the target is greedy
+        self.noises: dict[int, Noise | None] = {}
+        self.lengths: dict[int, int] = {}  # committed tokens, the root not counted
+
+    def admit(self, row: int, noise: Noise | None = None) -> None:
+        """Begin the sequence of a row, without tokens yet."""
+        self.noises[row] = noise
+        self.lengths[row] = 0
+
+    def fork(self, row: int, other: int) -> None:
+        """Copy the state of a row to the new row `other`, as beam search does."""
+        self.noises[other] = self.noises[row]
+        self.lengths[other] = self.lengths[row]
+
+    def release(self, row: int) -> None:
+        """Drop the sequence of a row."""
+        del self.noises[row], self.lengths[row]
+
+    def request(self, row: int, root: int, budget: Budget) -> DraftRequest:
+        """Return the request for a row's tree: the root's position is the length, its children have the next."""
+        return DraftRequest(root, self.lengths[row] + 1, budget, self.noises[row])
+
+
 class SequenceState:
     """The KV cache of many sequences, and their noise. The cache rows in use are always the first ones of the cache.
 

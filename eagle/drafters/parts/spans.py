@@ -46,18 +46,15 @@ StepPairs = Sequence[tuple[Tensor, Tensor]]
 class Spans:
     """The wanted rows of concatenated sequences: those whose attention output is computed.
 
-    Attention on CPUs goes through them run by run. A run has rows of one sequence: consecutive ones (or every
-    `stride`-th), or arbitrary ones if `scattered` lists them.
+    Attention on CPUs goes through them run by run. A run has rows of one sequence, in ascending order: a range, or a
+    list of arbitrary ones.
     """
 
     rows: Tensor  # [S], the indices of the wanted rows among all rows
-    # (where the sequence begins, first wanted row, end) of each run
-    runs: list[tuple[int, int, int]]
+    # of each run, the first row of its sequence and its wanted rows
+    runs: Sequence[tuple[int, Sequence[int]]]
     count: int  # the number N of all rows
-    stride: int = 1  # from one row of a run to the next
     window: Window | None = None  # which earlier rows of its sequence a row sees; None: all of them
-    # the rows of each run, if they are neither consecutive nor strided
-    scattered: tuple[list[int], ...] = ()
     # flex attention's masks that were made, by the number of draft steps that rows see besides their sequence
     block_masks: dict[Drafted, Any] = field(default_factory=dict)
 
@@ -79,7 +76,7 @@ class Spans:
             firsts: The first row of each sequence that is considered, counted from its begin; None: row 0.
             window: Which earlier rows of its sequence a row sees; None: all of them.
         """
-        runs = []
+        runs: list[tuple[int, Sequence[int]]] = []
         rows = []
         begin = 0  # the first row of the sequence
         for mask, first in zip(masks, firsts or [0] * len(masks), strict=True):
@@ -88,11 +85,11 @@ class Spans:
             # where runs of marked rows begin and end, in turn, counted in strides
             edges = F.pad(marked.int(), (1, 1)).diff().nonzero()[:, 0].tolist()
             for low, high in zip(edges[::2], edges[1::2], strict=True):
-                # `high` is after the last row of the run, and so is a run's end
-                runs.append((begin, start + low * stride, start + (high - 1) * stride + 1))
+                # `high` is after the last row of the run
+                runs.append((begin, range(start + low * stride, start + high * stride, stride)))
             rows.append(start + stride * marked.nonzero()[:, 0])
             begin += len(mask)
-        return cls(upload(torch.cat(rows), device), runs, count=begin, stride=stride, window=window)
+        return cls(upload(torch.cat(rows), device), runs, count=begin, window=window)
 
     @classmethod
     def at(cls, places: Sequence[Tensor], lengths: Sequence[int], device: torch.device) -> Spans:
@@ -104,43 +101,23 @@ class Spans:
             device: Where the rows are used.
         """
         runs = []
-        scattered: list[list[int]] = []
         rows: list[int] = []
         begin = 0  # the first row of the sequence
         for positions, length in zip(places, lengths, strict=True):
             # a sequence without wanted rows has no run
             if len(positions):
                 seq_rows = (begin + positions).tolist()
-                scattered.append(seq_rows)
                 rows += seq_rows
-                runs.append((begin, seq_rows[0], seq_rows[-1] + 1))
+                runs.append((begin, seq_rows))
             begin += length
-        return cls(
-            upload(torch.tensor(rows, dtype=torch.long), device),
-            runs,
-            begin,
-            scattered=tuple(scattered),
-        )
-
-    def _rows_of(self, run_index: int) -> Sequence[int]:
-        """Return the indices of a run's rows (tokens) among all rows: a range, or a list if they are scattered.
-
-        A run has wanted rows of one sequence, at equal distances unless they are scattered.
-        """
-        if self.scattered:
-            return self.scattered[run_index]
-        # without where the run's sequence begins
-        _, start, stop = self.runs[run_index]
-        return range(start, stop, self.stride)
+        return cls(upload(torch.tensor(rows, dtype=torch.long), device), runs, count=begin)
 
     def split_runs(self, size: int) -> Iterator[tuple[int, Sequence[int]]]:
         """Yield the wanted rows (tokens that attend) in pieces of at most `size` rows of one run.
 
         Each piece comes as the index of its sequence's first row, and the indices of its rows, among all rows.
         """
-        # of a run only where its sequence begins
-        for run_index, (begin, _, _) in enumerate(self.runs):
-            rows = self._rows_of(run_index)
+        for begin, rows in self.runs:
             for first in range(0, len(rows), size):
                 yield begin, rows[first : first + size]
 
@@ -149,19 +126,15 @@ class Spans:
         done = 0  # wanted rows that were yielded
         for begin, rows in self.split_runs(size):
             end = done + len(rows)
-            run = (begin, rows[0], rows[-1] + 1)
-            scattered = (list(rows),) if self.scattered else ()
             # masks are of the rows, so the smaller spans make their own
-            yield replace(
-                self, rows=self.rows[done:end], runs=[run], scattered=scattered, block_masks={}
-            )
+            yield replace(self, rows=self.rows[done:end], runs=[(begin, rows)], block_masks={})
             done = end
 
     @cached_property
     def begins(self) -> Tensor:
         """[S], for each of the S wanted rows (tokens that attend) the index of the first row of its sequence."""
-        counts = [len(self._rows_of(run_index)) for run_index in range(len(self.runs))]
-        begins = torch.tensor([begin for begin, _, _ in self.runs])
+        counts = [len(rows) for _, rows in self.runs]
+        begins = torch.tensor([begin for begin, _ in self.runs])
         return upload(begins.repeat_interleave(torch.tensor(counts)), self.rows.device)
 
     def block_mask(self, drafted: Drafted) -> Any:

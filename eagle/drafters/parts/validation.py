@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from eagle.core.drafter import TargetHead, TrainableDrafter
 from eagle.core.examples import Batch
 from eagle.core.tree import Paths
 
@@ -19,6 +20,34 @@ Logits = Callable[[Tensor], Tensor]
 """Returns logits [.., V] of the inputs [.., D] of an LM head."""
 ROWS = 128  # rows of logits that are in memory at a time
 NO_RANK = torch.iinfo(torch.long).max  # a rank that no node of a tree has
+
+
+class ValidatedHead(TrainableDrafter):
+    """A head whose validation follows from `draft_levels`."""
+
+    def on_all_tokens(self, logits: Tensor) -> Tensor:
+        """Return the head's logits as logits of all tokens of the target; by default they are that."""
+        return logits
+
+    @torch.no_grad()
+    def validate(
+        self, batch: Batch, target_head: TargetHead, trees: dict[str, Paths]
+    ) -> dict[str, Tensor]:
+        """Return sums over a batch's supervised slots (tokens): loss terms, and how often levels are accepted.
+
+        `figures` makes figures of them. `trees` are fixed trees by name: the paths of their nodes, as ranks of children
+        from the root.
+        """
+        max_depth = max(len(path) for paths in trees.values() for path in paths)
+        # of each level: the LM head's inputs, and the function from these to logits
+        states, heads = zip(*self.draft_levels(batch, target_head, max_depth), strict=True)
+
+        def on_all_tokens(head: Logits) -> Logits:
+            """Return a level's LM head with logits of all tokens, to compare them with the target's."""
+            return lambda state: self.on_all_tokens(head(state))
+
+        students = [on_all_tokens(head) for head in heads]
+        return validate_batch(batch, states, (students, target_head.logits), trees)
 
 
 def add_sums(sums: dict[str, Tensor], more: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -133,9 +133,7 @@ class BlockState(HeadState):
             # the position of the root's children is one more than the number of slots
             max_depth = self.head.levels if request.position > self.size else 0
             limited.append(replace(request, budget=request.budget.within(max_depth)))
-        depth = max(request.budget.depth for request in limited)
-        columns = max(self.cache.lengths[cache_row] for cache_row in cache_rows)
-        inputs = self._draft_inputs(self._unlike_rows(cache_rows), columns, depth)
+        inputs = self._inputs_after_longest(limited, cache_rows)
         levels = _BlockLevels(self, cache_rows, hidden, *inputs)
         # root_logits are [B, 1, k, V]: the first slot's are those of the root's children
         return grow_rows(limited, levels.root_logits[:, 0, 0], levels)

@@ -19,7 +19,6 @@ from eagle.core.drafter import (
     ColumnBytes,
     HeadShape,
     TargetHead,
-    TrainableDrafter,
 )
 from eagle.core.examples import Batch
 from eagle.core.tree import Paths
@@ -45,7 +44,7 @@ from eagle.drafters.parts.sequence_blocks import (
 from eagle.drafters.parts.sequence_state import sequence_bytes
 from eagle.drafters.parts.spans import Spans, StepPairs, attend
 from eagle.drafters.parts.text_dropout import TextDropout
-from eagle.drafters.parts.validation import validate_batch
+from eagle.drafters.parts.validation import ValidatedHead
 from eagle.drafters.recurrent.block_state import BlockState
 from eagle.drafters.recurrent.feature_head import add_noise
 from eagle.recipe import Section
@@ -90,7 +89,7 @@ class Gate(nn.Linear):
         return output_gate.sigmoid() * (input_gate.sigmoid() * cell.tanh()).tanh()
 
 
-class Falcon(TrainableDrafter):
+class Falcon(ValidatedHead):
     """Two gates over token and state, and EAGLE-1's block over blocks of k slots.
 
     Slot i reads the target's state of token i and token i + 1. It predicts the state of token i + k, whose logits
@@ -304,12 +303,9 @@ class Falcon(TrainableDrafter):
         if self.training and (settings.glance_from or settings.glance_to):
             # a first pass without gradients finds the slots whose likeliest token is wrong
             with torch.no_grad():
-                wrong = likeliest(read(tokens, hidden), target_head) != likeliest(
-                    answer_states, target_head
-                )
-            glanced = blocks.glance(
-                wrong.view_as(counted) & counted, self.glanced_share(batch.progress)
-            )
+                guesses = likeliest(read(tokens, hidden), target_head)
+                answer_guesses = likeliest(answer_states, target_head)
+            glanced = self._choose_glanced(batch, blocks, guesses != answer_guesses)
             # a slot that has read its answer would learn only to copy it
             counted = counted & ~glanced
             # a state is read with the token after it; an answer beyond the last token has no weight
@@ -318,6 +314,14 @@ class Falcon(TrainableDrafter):
             tokens = replace_rows(tokens, slots, glanced, answer_tokens)
             hidden = replace_rows(hidden, slots, glanced, answer_states)
         return read(tokens, hidden), answer_states, blocks.weights(counted).flatten()
+
+    def _choose_glanced(self, batch: Batch, blocks: SlotBlocks, wrong: Tensor) -> Tensor:
+        """Return which slots read their answers, a bool [k, A]: some of those in the loss whose guess is wrong.
+
+        `wrong` [R] marks the R = k * A slots of A blocks whose likeliest token is not the answer's.
+        """
+        wrong = wrong.view_as(blocks.reached) & blocks.reached
+        return blocks.glance(wrong, self.glanced_share(batch.progress))
 
     def _dropout(self, batch: Batch) -> TextDropout:
         """Return the dropout between the two gates, by each sequence's seed; it does nothing outside training."""
@@ -344,26 +348,16 @@ class Falcon(TrainableDrafter):
 
     # -- validation ---------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def validate(
-        self,
-        batch: Batch,
-        target_head: TargetHead,
-        trees: dict[str, Paths],
+        self, batch: Batch, target_head: TargetHead, trees: dict[str, Paths]
     ) -> dict[str, Tensor]:
         """Return sums over a batch's supervised slots (tokens): loss terms, and how often levels are accepted.
 
-        `trees` are fixed trees by name: the paths of their nodes, as ranks of children from the root. The first k - 1
-        slots of a sequence have no whole block. They count as drafts of which nothing is accepted.
+        The first k - 1 slots of a sequence have no whole block. They count as drafts of which nothing is accepted.
         """
         # only slots with a whole block are supervised in this batch
         drafted = replace(batch, loss_mask=drafted_mask(batch, self.size))
-        max_depth = max(len(path) for paths in trees.values() for path in paths)
-        states = [state for state, _ in self.draft_levels(drafted, target_head, max_depth)]
-        # the head has no LM head of its own: the target's makes the logits of student and teacher
-        sums = validate_batch(
-            drafted, states, ([target_head.logits] * len(states), target_head.logits), trees
-        )
+        sums = super().validate(drafted, target_head, trees)
         missed = batch.slots - drafted.slots
         if missed and sums:
             # a slot without a block gets the cross-entropy of a uniform guess, and reaches the first level of every

@@ -8,6 +8,7 @@ A row is a sequence of the decoding batch; its cache row is its index in the KV 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eagle.core.budget import Budget
-from eagle.core.drafter import Committed, Noise, TargetHead
+from eagle.core.drafter import Committed, TargetHead
 from eagle.core.grown import DeviceTrees, hand_over
 from eagle.core.tree import DraftTree
 from eagle.device import must_wait, pick_rows, upload
@@ -102,11 +103,7 @@ class HeadState(SequenceState):
             grown = self._grow_static(requests, hidden, self.loop)
             roots = [request.root for request in requests]
             return hand_over([grown], roots, at_once=not must_wait(self.device))
-        # the drafts of all rows begin at the same cache column, after the longest sequence
-        depth = max(request.budget.depth for request in requests)
-        columns = max(self.cache.lengths[cache_row] for cache_row in cache_rows)
-        inputs = self._draft_inputs(self._unlike_rows(cache_rows), columns, depth)
-        levels = Levels(self, cache_rows, hidden, *inputs)
+        levels = Levels(self, cache_rows, hidden, *self._inputs_after_longest(requests, cache_rows))
         return grow_rows(
             requests, self.head.logits(hidden, self.head.target_head), levels, self.drafts
         )
@@ -130,11 +127,10 @@ class HeadState(SequenceState):
         # Either all rows have noise, which the target adds to its V logits, or none has. It is fixed by the position,
         # so that of a draft's positions is an input of the graph, [depth, V] for each row.
         noises = [request.noise for request in requests if request.noise is not None]
-        level_noises = [
-            request.noise(list(range(request.position, request.position + budget.depth)))
-            for request in requests
-            if request.noise is not None
-        ]
+        level_noises = []
+        for request, noise in zip(requests, noises, strict=False):
+            positions = range(request.position, request.position + budget.depth)
+            level_noises.append(noise([*positions]))
 
         def draft(
             hidden: Tensor,
@@ -147,21 +143,19 @@ class HeadState(SequenceState):
 
             The arguments are the states after the roots, what `_draft_inputs` returned, and the noise of each row.
             """
-            row_noises: list[Noise | None] = [None] * len(cache_rows)
-            if noises:
-                row_noises = [
-                    PrecomputedNoise(rows, noise, noise.temperature)
-                    for rows, noise in zip(level_noises, noises, strict=True)
-                ]
             # a captured function must not depend on roots and positions, so they are 0 here: trees get their roots
             # later, and the noise is that of levels 0, 1, ...
-            static_requests = [
-                DraftRequest(root=0, position=0, budget=budget, noise=noise) for noise in row_noises
-            ]
+            greedy = DraftRequest(root=0, position=0, budget=budget, noise=None)
+            static_requests = [greedy] * len(cache_rows)
+            if noises:
+                static_requests = [
+                    replace(greedy, noise=PrecomputedNoise(rows, noise, noise.temperature))
+                    for rows, noise in zip(level_noises, noises, strict=True)
+                ]
             levels = Levels(self, cache_rows, hidden, cosine, sine, committed)
             first = self.head.logits(hidden, self.head.target_head)
             # with one budget all trees are in one group
-            return grow_without_roots(static_requests, first, levels, self.drafts)[0].columns
+            return grow_without_roots(static_requests, first, levels, self.drafts)[0].fields
 
         # a graph is valid for one set of shapes, for these noises' filters, and as long as the cache's buffers are not
         # allocated again, which would change their addresses
@@ -169,9 +163,17 @@ class HeadState(SequenceState):
         key = budget, len(requests), room, addresses, tuple(noises)
         inputs = [hidden, *self._draft_inputs(cache_rows, room, budget.depth), *level_noises]
         # a copy, as the next replay overwrites the graph's output: [rows, 1 or 3, nodes]
-        columns = loop(key, draft, inputs).clone()
-        parents = plan_parents(budget, columns.shape[2], self.device)
-        return DeviceTrees(cache_rows, columns, budget.depth, parents)
+        fields = loop(key, draft, inputs).clone()
+        parents = plan_parents(budget, fields.shape[2], self.device)
+        return DeviceTrees(cache_rows, fields, budget.depth, parents)
+
+    def _inputs_after_longest(
+        self, requests: Sequence[DraftRequest], cache_rows: list[int]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the inputs of drafts that all begin at one cache column, after the longest sequence."""
+        depth = max(request.budget.depth for request in requests)
+        columns = max(self.cache.lengths[cache_row] for cache_row in cache_rows)
+        return self._draft_inputs(self._unlike_rows(cache_rows), columns, depth)
 
     def _unlike_rows(self, cache_rows: list[int]) -> list[int]:
         """Return the cache rows (sequences) that need a mask and positions of their own.

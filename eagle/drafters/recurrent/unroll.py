@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from eagle.core.budget import Budget
-from eagle.core.drafter import ColumnBytes, DraftState, TargetHead, TrainableDrafter
+from eagle.core.drafter import ColumnBytes, DraftState, TargetHead
 from eagle.core.examples import Batch
-from eagle.core.tree import Paths
 from eagle.drafters.parts.decoder_block import Cache, Rotary
 from eagle.drafters.parts.growth import level_rows
 from eagle.drafters.parts.reduced_vocab import ReducedVocab
@@ -32,7 +31,7 @@ from eagle.drafters.parts.sequence_blocks import (
 )
 from eagle.drafters.parts.sequence_state import WINDOW_CHUNK_TOKENS, sequence_bytes
 from eagle.drafters.parts.spans import Spans
-from eagle.drafters.parts.validation import validate_batch
+from eagle.drafters.parts.validation import ValidatedHead
 from eagle.drafters.parts.window import Window
 from eagle.drafters.recurrent.head_state import HeadState
 from eagle.drafters.recurrent.static_loop import Capture, sequence_capacity
@@ -46,7 +45,7 @@ class Unrolled:
     places: Tensor  # [S], the index of each supervised slot among all tokens
 
 
-class UnrolledDrafter(CompiledParts, ReducedVocab, TrainableDrafter):
+class UnrolledDrafter(CompiledParts, ReducedVocab, ValidatedHead):
     """A head whose level reads a token and the state of the level before, the first level a state of the target.
 
     A level is a stack of blocks. The first reads token and state, which subclasses fuse in two ways:
@@ -236,28 +235,6 @@ class UnrolledDrafter(CompiledParts, ReducedVocab, TrainableDrafter):
         return state
 
     # -- validation ---------------------------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def validate(
-        self,
-        batch: Batch,
-        target_head: TargetHead,
-        trees: dict[str, Paths],
-    ) -> dict[str, Tensor]:
-        """Return sums over a batch's supervised slots (tokens): loss terms, and how often levels are accepted.
-
-        `eagle.drafters.parts.validation.figures` makes figures of them. `trees` are fixed trees by name: the paths of
-        their nodes, as ranks of children from the root.
-        """
-        # one step for each level of the deepest tree
-        steps = max(len(path) for paths in trees.values() for path in paths)
-        states = self.level_states(batch, target_head, steps)
-
-        def logits(state: Tensor) -> Tensor:
-            """Return the head's logits over all tokens of the target, to compare them with the target's."""
-            return self.on_all_tokens(self.logits(state, target_head))
-
-        return validate_batch(batch, states, ([logits] * len(states), target_head.logits), trees)
 
     def draft_levels(
         self,

@@ -7,13 +7,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
-import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from eagle.core.drafter import HeadShape, Reads, TargetHead, TrainableDrafter
+from eagle.core.drafter import HeadShape, Reads, TargetHead
 from eagle.core.examples import Batch
-from eagle.core.tree import Paths
 from eagle.device import upload
 from eagle.drafters.parts.decoder_block import Norm, head_shape
 from eagle.drafters.parts.objectives import (
@@ -22,7 +20,7 @@ from eagle.drafters.parts.objectives import (
     distillation_loss,
     step_weights,
 )
-from eagle.drafters.parts.validation import validate_batch
+from eagle.drafters.parts.validation import ValidatedHead
 from eagle.drafters.self_speculation.exit_state import ExitDrafter, exit_layer
 from eagle.recipe import Section
 
@@ -46,7 +44,7 @@ class EarlyExitAdapterSettings(Section):
     loss: Kind = "cross_entropy"  # divergence from the target's probabilities
 
 
-class EarlyExitAdapter(ExitDrafter, TrainableDrafter):
+class EarlyExitAdapter(ExitDrafter, ValidatedHead):
     """norm(x + rms(x) network(x / rms(x))) of a state x, the output of the target's first layers.
 
     At first the network is zero and the norm the target's, so that a new adapter changes nothing.
@@ -175,24 +173,6 @@ class EarlyExitAdapter(ExitDrafter, TrainableDrafter):
             dtype=target_head.weight.dtype,
         )
         return {"total": total, "draft_probs/0": total.detach()}
-
-    @torch.no_grad()
-    def validate(
-        self,
-        batch: Batch,
-        target_head: TargetHead,
-        trees: dict[str, Paths],
-    ) -> dict[str, Tensor]:
-        """Return sums over the batch: how far each tree would be accepted, and the agreement with the target's probs.
-
-        `trees` are fixed tree shapes by name, each a tuple of paths from the root.
-        """
-        # the depth of the deepest tree
-        levels = max(len(path) for paths in trees.values() for path in paths)
-        _, states = self.exit_states(batch, levels)
-        return validate_batch(
-            batch, states, ([target_head.logits] * levels, target_head.logits), trees
-        )
 
     def draft_levels(
         self,

@@ -12,10 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eagle.core.budget import Budget
-from eagle.core.drafter import Committed, Drafter, Noise, Reads
+from eagle.core.drafter import Committed, Drafter, Reads
 from eagle.core.tree import DraftTree
 from eagle.drafters.parts.growth import grow_rows, level_rows
 from eagle.drafters.parts.scoring import DraftRequest
+from eagle.drafters.parts.sequence_state import SequenceLengths
 
 
 def exit_layer(layers: int | None, max_layers: int) -> int:
@@ -100,7 +101,17 @@ class ExitDrafter(Drafter):
         return run
 
 
-class ExitState:
+class TargetRowsState(SequenceLengths):
+    """The state of drafts over the target's own cache rows, which cannot be copied."""
+
+    def fork(self, row: int, other: int) -> None:
+        """Refuse: drafts read the target's own cache rows, which a drafter cannot copy."""
+        raise ValueError(
+            "drafts over the target's own rows cannot follow a sequence that goes on in two ways"
+        )
+
+
+class ExitState(TargetRowsState):
     """The noise and length of each sequence; everything else is in the target's state.
 
     Args:
@@ -110,27 +121,10 @@ class ExitState:
     """
 
     def __init__(self, target_rows: Any, layers: int, logits: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
         self.target_rows = target_rows
         self.layers = layers
         self.logits = logits
-        # by row: the target's sampling noise, which trees are ranked with; None if the target is greedy
-        self.noises: dict[int, Noise | None] = {}
-        self.confirmed: dict[int, int] = {}  # by row: committed tokens, the root not counted
-
-    def admit(self, row: int, noise: Noise | None = None) -> None:
-        """Begin a row."""
-        self.noises[row] = noise
-        self.confirmed[row] = 0
-
-    def fork(self, row: int, other: int) -> None:
-        """Refuse: drafts read the target's own cache rows, which a drafter cannot copy."""
-        raise ValueError(
-            "drafts over the target's own rows cannot follow a sequence that goes on in two ways"
-        )
-
-    def release(self, row: int) -> None:
-        """Release a row."""
-        del self.noises[row], self.confirmed[row]
 
     @torch.inference_mode()
     def propose(
@@ -149,15 +143,10 @@ class ExitState:
         for rows in self.target_rows.groups(list(updates)):
             requests = []
             for row in rows:
-                self.confirmed[row] += len(updates[row].tokens)
+                self.lengths[row] += len(updates[row].tokens)
                 # drafted nodes are written after the sequence in the target's own cache, which may be full
                 budget = _fit_columns(budgets[row], self.target_rows.room(row))
-                # the root's position is the number of confirmed tokens, and its children's the next one
-                requests.append(
-                    DraftRequest(
-                        updates[row].root, self.confirmed[row] + 1, budget, self.noises[row]
-                    )
-                )
+                requests.append(self.request(row, updates[row].root, budget))
             trees |= dict(zip(rows, self._grow(rows, requests), strict=True))
         return trees
 

@@ -18,6 +18,7 @@ from eagle.core.tree import DraftTree
 from eagle.device import upload
 from eagle.drafters.parts.growth import grow_rows, level_rows
 from eagle.drafters.parts.scoring import DraftRequest
+from eagle.drafters.self_speculation.exit_state import TargetRowsState
 from eagle.target.slots import with_room
 from eagle.target.view import TargetSequences
 
@@ -136,7 +137,7 @@ OBSERVED = 32  # last tokens of a prompt: their attention selects the columns to
 POOLED = 5  # neighbouring columns over which the attention is averaged
 
 
-class SparseState:
+class SparseState(TargetRowsState):
     """Sequences in a separate KV cache: the first `sinks` tokens and the latest others, `budget` columns in all.
 
     A column has the keys and values of one token in all layers. Committed columns are copied from the target's cache,
@@ -144,6 +145,7 @@ class SparseState:
     """
 
     def __init__(self, target_rows: TargetSequences, budget: int, sinks: int) -> None:
+        super().__init__()
         self.target_rows = target_rows
         self.view = target_rows.view
         self.budget = budget
@@ -151,28 +153,18 @@ class SparseState:
         self.ring = budget - sinks  # columns for the latest tokens, used in turn
         self.cache = self.view.new_cache()
         self.rows: list[int] = []  # the row in each cache row; a row gets one at its first draft
-        # by row: the target's sampling noise, which trees are ranked with; None if the target is greedy
-        self.noises: dict[int, Noise | None] = {}
-        self.lengths: dict[int, int] = {}  # by row: committed tokens, the root not counted
-        self.copied: dict[
-            int, int
-        ] = {}  # by row: how many of them were copied, or left out for good
+        # by row: how many of its committed tokens were copied, or left out for good
+        self.copied: dict[int, int] = {}
 
     def admit(self, row: int, noise: Noise | None = None) -> None:
         """Begin a row; its keys and values are copied when it is first asked for."""
-        self.noises[row] = noise
-        self.lengths[row] = 0
+        super().admit(row, noise)
         self.copied[row] = 0
-
-    def fork(self, row: int, other: int) -> None:
-        """Refuse: columns come from the target's own cache rows, which a drafter cannot copy."""
-        raise ValueError(
-            "drafts over the target's own rows cannot follow a sequence that goes on in two ways"
-        )
 
     def release(self, row: int) -> None:
         """Release a row; the sequence in the last cache row moves to the free one."""
-        del self.noises[row], self.lengths[row], self.copied[row]
+        super().release(row)
+        del self.copied[row]
         if row in self.rows:
             cache_row = self.rows.index(row)
             last = len(self.rows) - 1
@@ -205,13 +197,7 @@ class SparseState:
         for group in self.target_rows.groups([*updates]):
             # in the order of this cache, which may differ from the target's
             rows = sorted(group, key=self.rows.index)
-            # the root's position is the sequence's length, and its children have the next one
-            requests = [
-                DraftRequest(
-                    updates[row].root, self.lengths[row] + 1, budgets[row], self.noises[row]
-                )
-                for row in rows
-            ]
+            requests = [self.request(row, updates[row].root, budgets[row]) for row in rows]
             trees |= zip(rows, self._grow(rows, requests), strict=True)
         return trees
 

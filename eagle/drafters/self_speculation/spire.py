@@ -18,13 +18,11 @@ from eagle.core.budget import Budget
 from eagle.core.drafter import (
     ColumnBytes,
     Committed,
-    Noise,
     Reads,
     TargetHead,
-    TrainableDrafter,
 )
 from eagle.core.examples import Batch
-from eagle.core.tree import DraftTree, Paths
+from eagle.core.tree import DraftTree
 from eagle.device import upload
 from eagle.drafters.parts.decoder_block import (
     FOLLOW_LENGTH,
@@ -38,7 +36,6 @@ from eagle.drafters.parts.divisors import reached_levels
 from eagle.drafters.parts.growth import FollowsRows, grow_rows, level_mask, level_rows
 from eagle.drafters.parts.objectives import Objective, distillation_loss
 from eagle.drafters.parts.operations import rotate_heads
-from eagle.drafters.parts.scoring import DraftRequest
 from eagle.drafters.parts.sequence_blocks import (
     Pair,
     key_value,
@@ -46,10 +43,10 @@ from eagle.drafters.parts.sequence_blocks import (
     read_rows,
     sequence_positions,
 )
-from eagle.drafters.parts.sequence_state import pad_rows
+from eagle.drafters.parts.sequence_state import SequenceLengths, pad_rows
 from eagle.drafters.parts.spans import Spans
 from eagle.drafters.parts.target_blocks import Weights, copy_target_blocks
-from eagle.drafters.parts.validation import validate_batch
+from eagle.drafters.parts.validation import ValidatedHead
 from eagle.drafters.parts.window import Window
 from eagle.recipe import Section
 
@@ -67,7 +64,7 @@ class SpireSettings(Section):
     cross_entropy: float = Field(0.5, ge=0, le=1)
 
 
-class Spire(TrainableDrafter):
+class Spire(ValidatedHead):
     """The target's last blocks over tokens alone, each of which attends to its own memories.
 
     A memory is a hidden state of one token for one block, of which the block makes the token's key and value. A
@@ -290,23 +287,6 @@ class Spire(TrainableDrafter):
 
     # -- validation ---------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def validate(
-        self,
-        batch: Batch,
-        target_head: TargetHead,
-        trees: dict[str, Paths],
-    ) -> dict[str, Tensor]:
-        """Return sums over the batch: how far each tree would be accepted, and the agreement with the target's probs.
-
-        `trees` are fixed tree shapes by name, each a tuple of paths from the root.
-        """
-        # the depth of the deepest tree
-        steps = max(len(path) for paths in trees.values() for path in paths)
-        # of each level: the LM head's inputs, and the function from these to logits
-        states, students = zip(*self.draft_levels(batch, target_head, steps), strict=True)
-        return validate_batch(batch, states, (students, target_head.logits), trees)
-
     def draft_levels(
         self,
         batch: Batch,
@@ -418,36 +398,28 @@ class Spire(TrainableDrafter):
         return run
 
 
-class MemoryState:
+class MemoryState(SequenceLengths):
     """The memory [C, n, 2, k, w] of each sequence: keys and values of its tokens, or of those that the window shows.
 
     It is a KV cache with C columns, one for each token, for n blocks with k key heads of width w.
     """
 
     def __init__(self, head: Any, window: Window | None) -> None:
+        super().__init__()
         self.head = head
         self.window = window
-        # by row: the target's sampling noise, which trees are ranked with; None if the target is greedy
-        self.noises: dict[int, Noise | None] = {}
-        self.lengths: dict[int, int] = {}  # by row: committed tokens, the root not counted
         self.memory: dict[int, Tensor] = {}  # by row, from its first draft on
-
-    def admit(self, row: int, noise: Noise | None = None) -> None:
-        """Begin a row."""
-        self.noises[row] = noise
-        self.lengths[row] = 0
 
     def fork(self, row: int, other: int) -> None:
         """Copy a row to the new row `other`; both share the memory so far, which is never changed in place."""
-        self.noises[other] = self.noises[row]
-        self.lengths[other] = self.lengths[row]
+        super().fork(row, other)
         # a row that has not drafted has no memory yet
         if row in self.memory:
             self.memory[other] = self.memory[row]
 
     def release(self, row: int) -> None:
         """Release a row."""
-        del self.noises[row], self.lengths[row]
+        super().release(row)
         self.memory.pop(row, None)
 
     @torch.inference_mode()
@@ -464,11 +436,7 @@ class MemoryState:
             budgets: By row, the limits on its tree.
         """
         self._commit(updates)
-        # the root's position is the sequence's length, and its children have the next one
-        requests = [
-            DraftRequest(update.root, self.lengths[row] + 1, budgets[row], self.noises[row])
-            for row, update in updates.items()
-        ]
+        requests = [self.request(row, update.root, budgets[row]) for row, update in updates.items()]
         # the root is read first: its logits are those of the first level
         levels = _MemoryLevels(self, list(updates), [request.root for request in requests])
         return dict(zip(updates, grow_rows(requests, levels.first_logits, levels), strict=True))

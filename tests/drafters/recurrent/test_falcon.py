@@ -250,7 +250,7 @@ read_blocks = Falcon.read_blocks
 def start_at_first_text(*args: Any, **window: Any) -> spans.Spans:
     """Return spans that let each text see those before it in the batch."""
     made = spans_of(*args, **window)
-    return replace(made, runs=[(0, first, end) for _, first, end in made.runs])
+    return replace(made, runs=[(0, rows) for _, rows in made.runs])
 
 
 @pytest.mark.parametrize(
