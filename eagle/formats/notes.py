@@ -10,7 +10,7 @@ from typing import Any
 
 from eagle.core.drafter import TrainableDrafter
 from eagle.drafters.parts.validation import chain_rates
-from eagle.formats.card import acceptance_of, front_matter
+from eagle.formats.card import acceptance_of, front_matter, list_acceptance
 from eagle.formats.layout import Layout
 from eagle.formats.reading.files import CONFIG_BYTES, read_text
 from eagle.recipe.plain_yaml import parse_yaml
@@ -70,13 +70,20 @@ def compose_notes(
         "engine": engine,
         "settings": drafter.settings.model_dump(mode="json"),
         **provenance,
+        # for programs that start engines
+        "num_speculative_tokens": depth,
+        "num_speculative_tokens_by": reason,
     }
+    data = _section(recipe, "data")
     if shares:
         provenance["acceptance"] = {
             "tau": 1 + sum(shares),
             "per_position": shares,
             "by": "validation",
+            "prompts": data.get("heldout") or data.get("train"),
         }
+    if head:
+        provenance["measured"] = list_acceptance(head.parent)
     return {
         "README.md": "\n\n".join(sections) + "\n",
         "provenance.json": json.dumps(provenance, indent=2) + "\n",
