@@ -52,7 +52,7 @@ def read_prompts(recipe: Recipe, target: Any, context: int) -> list[list[int]]:
     """Return the first turns of the recipe's questions, repeated or cut to `context` tokens unless that is 0."""
     prompts = []
     for question in questions(recipe):
-        prompt = encode_prompt(recipe, target, question.turns[:1], question.images)
+        prompt = encode_prompt(recipe, target, question)
         if prompt is not None and context:
             prompt = (prompt * (context // len(prompt) + 1))[-context:]
         if prompt is not None:

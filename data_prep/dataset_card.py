@@ -45,7 +45,7 @@ def conversations_card(path: Path, settings: dict[str, Any], name: str) -> str:
     sections = [
         describe_target(settings["target"], "Answers by"),
         f"The questions come from another dataset (fingerprint `{settings['data']['source']}`). Every answer was "
-        "sampled anew from this model, so that a draft head learns what the model itself writes.",
+        "sampled again from this model, so that a draft head learns what the model itself writes.",
         load_with(
             f'from datasets import load_dataset\n\ndata = load_dataset("{name}", split="train")'
         ),

@@ -1,7 +1,7 @@
 """Store the target's hidden states for the training conversations: `eagle extract RECIPE [key=value ...]`.
 
 A run that was killed goes on where it was when the same command is given again, with any number of processes.
-`--forecast` tells size and time and stops; `--verify` reads every byte back; `--repair` computes anew what is broken;
+`--forecast` prints size and time and stops; `--verify` reads every byte back; `--repair` computes what is broken again;
 `--strict` takes the first record that would be dropped as an error.
 """
 
@@ -215,7 +215,7 @@ def verify_store(folder: Path) -> None:
     store = check_shards(folder)
     if store.absent:
         raise ValueError(
-            f"{store.describe_absent()}. The same command with --repair computes them anew, and only them"
+            f"{store.describe_absent()}. The same command with --repair computes only these again"
         )
     store.borrowed_folder()
     print(f"all {len(store.plan)} shards in {folder} hold what was written")

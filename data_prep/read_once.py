@@ -364,7 +364,7 @@ class TokenCache(Sequence[Example]):
             self.tally = Tally(**counts)
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
-                f"{folder / MANIFEST} is damaged ({error!r}): remove {folder}; it is made anew"
+                f"{folder / MANIFEST} is damaged ({error!r}): remove {folder}; it is created again"
             ) from None
         # The index of each shard's first example.
         self.firsts = list(accumulate((shard["examples"] for shard in self.shards), initial=0))
@@ -429,7 +429,7 @@ class TokenCache(Sequence[Example]):
         path = shard_path(self.folder, shard)
         if not path.is_file() or sha256(path) != self.shards[shard]["sha256"]:
             raise ValueError(
-                f"{path} is missing or damaged: remove {self.folder / MANIFEST}; it alone is made anew"
+                f"{path} is missing or damaged: remove {self.folder / MANIFEST}; only this file is created again"
             )
         with open_tensors(path) as file:
             tokens = file.get_tensor("tokens")

@@ -123,7 +123,7 @@ def settle_threads(
 
     Args:
         target: Whose forwards are timed.
-        header: That of the results that rows will be added to; None to choose anew.
+        header: That of the results that rows will be added to; None to choose again.
 
     Returns:
         What times the threads again, or None on another device.
@@ -142,7 +142,7 @@ def settle_threads(
         # rows of one file are measured under the same conditions
         torch.set_num_threads(int(earlier[1]))
         print(
-            f"threads: {earlier[1]}, with which these results were begun; --again chooses anew",
+            f"threads: {earlier[1]}, with which these results were begun; --again chooses again",
             file=sys.stderr,
         )
     elif on_cpu:
@@ -192,7 +192,7 @@ def add_policies(
     """Return the drafters, and each that drafts again as NAME+policy, with adaptive draft lengths."""
     prompts = []
     for question in asked[:POLICY_PROMPTS]:
-        prompt = encode_prompt(recipe, target, question.turns[:1], question.images)
+        prompt = encode_prompt(recipe, target, question)
         if prompt is not None:
             prompts.append(prompt)
 

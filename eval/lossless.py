@@ -318,10 +318,9 @@ def answer_turns(
     recipe: Recipe, target: Target, model: Any, case: Case, truth: Truth
 ) -> Iterator[tuple[int, ModelAnswer | None]]:
     """Yield the model's own answer to each turn of a question, or None where it has no room for one."""
-    turns: list[str] = []
-    for turn, text in enumerate(case.question.turns):
-        turns.append(text)
-        prompt = encode_prompt(recipe, target, turns, case.question.images)
+    texts: list[str] = []
+    for turn in range(len(case.question.turns)):
+        prompt = encode_prompt(recipe, target, case.question, texts)
         if prompt is None:
             yield turn, None
             # later turns are longer still
@@ -332,7 +331,7 @@ def answer_turns(
             model, choose, prompt, target.stop_tokens, count=limit, truth=truth
         )
         yield turn, answer
-        turns.append(target.tokenizer.decode(answer.tokens, skip_special_tokens=True))
+        texts.append(target.tokenizer.decode(answer.tokens, skip_special_tokens=True))
 
 
 def certify(

@@ -187,10 +187,15 @@ def _cost_tables(measurement: Measurement) -> tuple[list[list[int]], dict[str, A
     prompts = []
     max_turns = 1
     for question in measurement.questions:
-        prompt = encode_prompt(recipe, measurement.target, question.turns[:1], question.images)
         max_turns = max(max_turns, len(question.turns))
-        if prompt is not None:
-            prompts.append(prompt)
+        turns = [0]
+        # the last prompt of a replay is known, and its longest
+        if question.replay is not None:
+            turns.append(len(question.turns) - 1)
+        for turn in turns:
+            prompt = encode_prompt(recipe, measurement.target, question, [""] * turn)
+            if prompt is not None:
+                prompts.append(prompt)
     # something must be timed, even where no prompt fits
     prompts = prompts or [[1]]
 
@@ -251,7 +256,7 @@ def measure(
         processes=processes,
     )
     if measurement.has_all():
-        print(f"all answers are in {results.path} already: --again measures anew")
+        print(f"all answers are in {results.path} already: --again measures again")
         return results.path
 
     costs = processes.share(lambda: {"costs": costs_of(measurement)} if recipe.eval.costs else {})
@@ -286,7 +291,7 @@ def _measure_missing(measurement: Measurement, threads: ThreadsOfLongWork | None
             reported = faster
             print(
                 f"threads: {faster} would be faster now than {torch.get_num_threads()}, which these results are "
-                "measured with: other jobs came or went, and speeds may have changed; --again measures anew",
+                "measured with: other jobs came or went, and speeds may have changed; --again measures again",
                 file=sys.stderr,
             )
     for name, count in measurement.missing.items():

@@ -107,13 +107,10 @@ class Measurement:
 
     def prompt(self, case: Case, turn: int, batch_size: int) -> list[int] | None:
         """Return the token ids of a turn, or None where the model has no positions for it."""
-        turns: list[str] = []
         # all drafters answer plain decoding's conversation, so that their prompts are equal
-        for earlier in range(turn):
-            answer = self.answers(case, earlier, batch_size)["none"]
-            turns += case.question.turns[earlier], answer["text"]
-        turns.append(case.question.turns[turn])
-        return encode_prompt(self.recipe, self.target, turns, case.question.images)
+        answers = [self.answers(case, earlier, batch_size)["none"] for earlier in range(turn)]
+        texts = [answer["text"] for answer in answers]
+        return encode_prompt(self.recipe, self.target, case.question, texts)
 
     def first_prompt(self) -> list[int]:
         """Return the first prompt that fits.
@@ -122,7 +119,7 @@ class Measurement:
             ValueError: None fits into the model's positions.
         """
         for question in self.questions:
-            prompt = encode_prompt(self.recipe, self.target, question.turns[:1], question.images)
+            prompt = encode_prompt(self.recipe, self.target, question)
             if prompt is not None:
                 return prompt
         raise ValueError(

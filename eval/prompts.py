@@ -18,8 +18,9 @@ from data_prep.image_texts import as_text, with_images
 from eagle.core.verify import Sampling
 from eagle.recipe import Recipe
 from eagle.target.target import Target
+from eval.benchmark_records import PLACEHOLDER, UNFILLED, Replay, convert_record, replay_of
 
-NAMES = ("question_id", "prompt_id", "task_id", "id")
+NAMES = ("question_id", "prompt_id", "task_id", "id", "_id", "session_id")
 TASKS = ("category", "task")
 # the tasks of MT-bench, which Spec-Bench holds too
 MT_BENCH = {
@@ -45,6 +46,18 @@ class Question:
     task: str | None
     turns: tuple[str, ...]  # with a mark for each image
     images: tuple[Source, ...] = ()
+    replay: Replay | None = None  # where turns follow the data's own answers, not the target's
+
+    def messages(self, answers: Sequence[str]) -> list[dict[str, Any]]:
+        """Return the messages of a prompt: all before the turn that comes after so many answers, and its own."""
+        turn = len(answers)
+        if self.replay is not None:
+            return self.replay.messages[: self.replay.answers[turn]]
+        contents = chain.from_iterable(zip_longest(self.turns[: turn + 1], answers))
+        return [
+            {"role": ("user", "assistant")[i % 2], "content": text}
+            for i, text in enumerate(islice(contents, 2 * turn + 1))
+        ]
 
 
 class Case(NamedTuple):
@@ -82,8 +95,8 @@ def question_sets(recipe: Recipe) -> dict[str, str]:
         return prompts
     path = Path(prompts)
     name = path.stem
-    # Spec-Bench and MT-bench name the folder, and every file "question"
-    if name == "question" and path.parent.name:
+    # Spec-Bench and SPEED-Bench name the folder, and every file alike
+    if name in ("question", "test") and path.parent.name:
         name = path.parent.name
     return {name: prompts}
 
@@ -123,31 +136,51 @@ def cases(recipe: Recipe, asked: list[Question], temperatures: Iterable[float]) 
 
 
 def chat_prompt(
-    recipe: Recipe, target: Target, turns: Sequence[str], images: Sequence[Source]
+    recipe: Recipe, target: Target, question: Question, answers: Sequence[str] = ()
 ) -> list[int]:
-    """Return the token ids of alternating user and assistant turns; images stand where the turns have marks."""
-    messages = [
-        {"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)
-    ]
-    with_marks = with_images(messages, (as_text(image, recipe.data.images) for image in images))
-    return target.chat(with_marks, **recipe.data.template_kwargs)
+    """Return the token ids of a question's turn; images stand where the turns have marks.
+
+    Args:
+        recipe: Says how the chat template is filled, and where images are.
+        target: Whose chat template and tokenizer are taken.
+        question: Any of its turns.
+        answers: To the turns before, of which a replay needs only the number.
+
+    Raises:
+        ValueError: The template refuses stored messages.
+    """
+    images = (as_text(image, recipe.data.images) for image in question.images)
+    messages = with_images(question.messages(answers), images)
+    options = dict(recipe.data.template_kwargs)
+    if question.replay is None:
+        return target.chat(messages, **options)
+    if question.replay.tools:
+        options["tools"] = question.replay.tools
+    try:
+        return target.chat(messages, **options)
+    except Exception as error:
+        # a template is a program, and may raise anything
+        raise ValueError(
+            f"{question.set}, {question.id}, turn {len(answers) + 1}: the chat template refuses the stored messages: "
+            f"{' '.join(str(error).split())[:200]}; remove the record, or name another template in data.template"
+        ) from error
 
 
 def encode_prompt(
-    recipe: Recipe, target: Target, turns: Sequence[str], images: Sequence[Source] = ()
+    recipe: Recipe, target: Target, question: Question, answers: Sequence[str] = ()
 ) -> list[int] | None:
-    """Encode a conversation as a prompt.
+    """Encode a question's turn as a prompt.
 
     Args:
         recipe: Says how long an answer may be, and how the chat template is filled.
         target: Whose tokenizer and positions count.
-        turns: Messages of the user and the assistant by turns, the user's first and last.
-        images: Those that the turns have marks for, in order.
+        question: Any of its turns.
+        answers: To the turns before.
 
     Returns:
         Token ids, or None where an answer would exceed the model's positions.
     """
-    prompt = chat_prompt(recipe, target, turns, images)
+    prompt = chat_prompt(recipe, target, question, answers)
     end = len(prompt) + recipe.eval.max_new_tokens
     if target.max_positions is not None and end > target.max_positions:
         return None
@@ -167,13 +200,21 @@ def _read_questions(name: str, source: str, recipe: Recipe) -> list[Question]:
     elif chosen:
         chosen += islice(stream, count - 1)
 
-    if dropped:
-        reasons = ", ".join(f"{reason} ({times})" for reason, times in dropped.most_common())
-        print(f"{name}: {dropped.total()} records of {source} are no questions: {reasons}")
+    reasons = ", ".join(f"{reason} ({times})" for reason, times in dropped.most_common())
+    # a set without these would be another benchmark
+    if dropped[UNFILLED]:
+        raise ValueError(
+            f"{dropped[UNFILLED]} records of {source} have {UNFILLED}: SPEED-Bench is filled by ModelOpt's `python "
+            "examples/specdec_bench/prepare_data.py --dataset speed --config all`; set eval.prompts to a file that "
+            "it writes, data/speed/CONFIG/test.parquet"
+        )
     if not chosen:
         raise ValueError(
-            f"no question in {source}: expected conversations, or records with turns, prompt, question"
+            f"no question in {source}: expected conversations, or records with turns, prompt, question; got "
+            f"{reasons or 'no records'}"
         )
+    if dropped:
+        print(f"{name}: {dropped.total()} records of {source} are no questions: {reasons}")
     return _number_duplicates(chosen)
 
 
@@ -190,9 +231,13 @@ def _parse_questions(
 
 
 def _parse_question(name: str, record: Any, place: str, seeing: bool) -> Question:
-    """Return all user turns of a record without answers, or the first one of a conversation with answers."""
+    """Return all user turns of a record without answers, or the first one of a conversation with answers.
+
+    What the target answers, though answers are stored, is a replay: sessions of agents, and histories of MRCR.
+    """
     if isinstance(record, Dropped):
         raise record
+    record, replayed = convert_record(record)
     conversation, _ = conversation_of(record, place, answered=False, images=seeing)
     turns = []
     is_answered = False
@@ -201,6 +246,8 @@ def _parse_question(name: str, record: Any, place: str, seeing: bool) -> Questio
             turns.append(message["content"])
         elif message["role"] == "assistant" and says_something(message):
             is_answered = True
+    if any(text.startswith(PLACEHOLDER) for text in turns):
+        raise Dropped(UNFILLED)
 
     task = _first_value(record, TASKS)
     record_id = _first_value(record, NAMES)
@@ -211,7 +258,11 @@ def _parse_question(name: str, record: Any, place: str, seeing: bool) -> Questio
         turns=tuple(turns),
         images=conversation.images,
     )
-    if is_answered:
+    replay = replay_of(conversation, replayed)
+    if replay is not None:
+        turns = [replay.messages[i - 1]["content"] for i in replay.answers]
+        question = replace(question, turns=tuple(turns), replay=replay)
+    elif is_answered:
         # the drafted conversation would leave the stored one after the first answer
         return replace(question, turns=(turns[0],))
     if record_id is not None:

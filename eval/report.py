@@ -26,7 +26,6 @@ from eval.page.page_parts import (
     code,
     make_page,
     table,
-    task_of,
 )
 from eval.page.page_speed import (
     batches,
@@ -36,7 +35,7 @@ from eval.page.page_speed import (
     time_split,
     verdicts,
 )
-from eval.result_files.buckets import EVERY, Buckets, several_buckets
+from eval.result_files.buckets import EVERY, TASK, Buckets, Split, several_buckets
 from eval.result_files.results import (
     ACCEPTANCE_LENGTH,
     CPU_SPEED_UP,
@@ -54,8 +53,9 @@ from eval.result_files.results import (
     fewest_at_a_time,
     read_results,
     requests_per_step,
+    task_of,
 )
-from eval.result_files.statistics import format_number
+from eval.result_files.statistics import Estimate, format_number
 
 FIGURES = {
     "acceptance_length": ACCEPTANCE_LENGTH,
@@ -305,7 +305,8 @@ SECTIONS = {
 def markdown(path: str | Path) -> str:
     """Return the results as tables with intervals, and what made them.
 
-    The first table is over all; others are by batch size, context and position where there are several of these.
+    The first table is over all; others are by batch size, task, turn, context and position where there are several of
+    these.
     """
     results = read_results(path)
     every = results.groups()
@@ -313,8 +314,10 @@ def markdown(path: str | Path) -> str:
     lines = _overall_lines(groups)
     if any(group.batch_size > 1 for group in every):
         lines += ["", *_batch_lines(every)]
+    drafting = [group for group in groups if group.drafts]
+    lines += _task_lines(drafting)
     for buckets in EVERY:
-        lines += _bucket_lines([group for group in groups if group.drafts], buckets)
+        lines += _bucket_lines(drafting, buckets)
 
     # nested values would not fit a line
     header = [
@@ -375,6 +378,11 @@ def figures(path: str | Path) -> dict[str, Any]:
         # each with the ends of its interval
         for name, metric in FIGURES.items():
             row[name] = group.estimate(metric)
+        row["average_al"] = group.average_length()
+        by_split = row["acceptance_length_by"] = {}
+        for split in (TASK, *EVERY):
+            lengths = split.acceptance_lengths(group)
+            by_split[split.title] = {split.name(kind): lengths[kind] for kind in lengths}
         groups.append(row)
     return {"file": str(path), "run": results.header, "groups": groups}
 
@@ -437,7 +445,24 @@ def _batch_lines(groups: Sequence[Group]) -> list[str]:
     return lines
 
 
-def _bucket_lines(groups: Sequence[Group], buckets: Buckets) -> list[str]:
+def _task_lines(groups: Sequence[Group]) -> list[str]:
+    """Return a table of τ by task, a row for each; nothing where all answers are of one task."""
+    lengths = [TASK.acceptance_lengths(group) for group in groups]
+    tasks = several_buckets(lengths)
+    if not tasks:
+        return []
+    columns = [f"`{group.drafter}`, T = {group.temperature:g}" for group in groups]
+    lines = ["", _row(["τ by task", *columns]), "|---|" + "---:|" * len(columns)]
+    for task in tasks:
+        lines.append(_row([task, *(_cell(length, task) for length in lengths)]))
+    averages = [format_number(group.average_length()) for group in groups]
+    # they are equal where requests have as many cycles
+    if averages != [_format(group, ACCEPTANCE_LENGTH) for group in groups]:
+        lines.append(_row(["Average_AL, every request alike", *averages]))
+    return lines
+
+
+def _bucket_lines(groups: Sequence[Group], buckets: Buckets | Split) -> list[str]:
     """Return a table of τ by temperature, drafter and bucket; nothing where all cycles are in one bucket."""
     lengths = [buckets.acceptance_lengths(group) for group in groups]
     shown = several_buckets(lengths)
@@ -448,9 +473,12 @@ def _bucket_lines(groups: Sequence[Group], buckets: Buckets) -> list[str]:
     for group, length in zip(groups, lengths, strict=True):
         # a drafter has no figure where it has too few cycles
         cells = [f"{group.temperature:g}", f"`{group.drafter}`"]
-        cells += [format_number(length[bucket]) if bucket in length else "–" for bucket in shown]
-        lines.append(_row(cells))
+        lines.append(_row([*cells, *(_cell(length, bucket) for bucket in shown)]))
     return lines
+
+
+def _cell(lengths: Mapping[Any, Estimate], kind: Any) -> str:
+    return format_number(lengths[kind]) if kind in lengths else "–"
 
 
 def _row(cells: Sequence[str]) -> str:

@@ -342,7 +342,7 @@ def answer_prompts(
     for i, question in enumerate(bar):
         if threads is not None:
             threads.settle()
-        prompt = chat_prompt(recipe, target, question.turns[:1], question.images)
+        prompt = chat_prompt(recipe, target, question)
         task = question.task or question.set
         for temperature in recipe.eval.temperatures:
             sampling = Sampling(temperature=temperature, request=i)

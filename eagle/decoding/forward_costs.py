@@ -287,7 +287,7 @@ class CycleCosts:
         if batch_size > largest and len(self.batch_sizes) == 1:
             raise ValueError(
                 f"the policy knows what {largest} sequence{'s' * (largest > 1)} at a time cost{'s' * (largest == 1)}, "
-                f"got {batch_size} side by side: measure more with "
+                f"got a batch of {batch_size}: measure larger ones with "
                 "Goodput.measure(target, drafter, prompts, batch_sizes=(1, 4))"
             )
 

@@ -245,7 +245,7 @@ def diagnose(
         borrowing = measure(replace(wiring, target_head=target.head), answers, target.head)
         notes.append(
             "its folder brings an embedding that is not the target's: all figures are with it, as engines read it; "
-            f"with the target's greedy τ is {borrowing.greedy_tau:.3f}, with drawn drafts {borrowing.sampled_tau:.3f}"
+            f"with the target's greedy τ is {borrowing.greedy_tau:.3f}, with sampled drafts {borrowing.sampled_tau:.3f}"
         )
     nearest = [effect for effect in tried if not effect.is_unchanged]
     return Diagnosis(verdict, tuple(faults), figures, tuple(nearest), tuple(notes))
@@ -446,7 +446,7 @@ def try_templates(
             )
             notes.append(
                 f"prompts rendered with {json.dumps(template_kwargs)} instead of {json.dumps(trained)}: τ "
-                f"{figures.greedy_tau:.3f} becomes {after.greedy_tau:.3f}, drawn drafts {figures.sampled_tau:.3f} "
+                f"{figures.greedy_tau:.3f} becomes {after.greedy_tau:.3f}, sampled drafts {figures.sampled_tau:.3f} "
                 f"becomes {after.sampled_tau:.3f}"
             )
     return notes

@@ -176,7 +176,7 @@ class Effect:
         return {"change": self.probe.fault, "is_sure": self.is_sure, **gains}
 
     def __str__(self) -> str:
-        return f"{self.probe.fault}: τ {self.greedy}, drawn drafts {self.sampled}"
+        return f"{self.probe.fault}: τ {self.greedy}, sampled drafts {self.sampled}"
 
 
 @dataclass(frozen=True)
@@ -260,7 +260,7 @@ def describe_levels(figures: Agreement) -> list[str]:
     chain = f"  acceptance length of a chain of {len(figures.hits)}"
     return [
         *lines,
-        f"{chain}: greedy τ {figures.greedy_tau:.3f}, drawn drafts {figures.sampled_tau:.3f}",
+        f"{chain}: greedy τ {figures.greedy_tau:.3f}, sampled drafts {figures.sampled_tau:.3f}",
     ]
 
 

@@ -192,7 +192,7 @@ def describe_error(error: BaseException) -> str | None:
     # these classes are known by their names, as their packages take long to import
     name = type(error).__name__
     if name == "SafetensorError":
-        return f"a safetensors file cannot be read or written: {error}; is it cut off, or the disk full? Make it anew"
+        return f"a safetensors file cannot be read or written: {error}; is it cut off, or the disk full? Make it again"
     if isinstance(error, yaml.YAMLError):
         return f"this is no YAML: {' '.join(str(error).split())}"
     if isinstance(error, MemoryError) or name == "OutOfMemoryError":
@@ -439,7 +439,7 @@ class Metrics:
         """Open a file to append to it.
 
         Rows of the training step `before` and later ones are removed, as a run that resumes there writes them again.
-        The removed lines are kept in `dropped`. With 0 the file begins anew.
+        The removed lines are kept in `dropped`. With 0 the file starts empty.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         lines = []

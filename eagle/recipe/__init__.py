@@ -304,7 +304,8 @@ class MeasuredSection(Section):
 class EvalSection(Section):
     """What `eagle measure` measures: prompts, drafters and draft trees."""
 
-    # a file, folder or hub dataset, or several by name; by default data.heldout
+    # a file, folder or hub dataset of questions, conversations or a benchmark (SPEED-Bench, MRCR,
+    # LongBench-v2, sessions of agents), or several by name; by default data.heldout
     prompts: str | dict[str, str] | None = None
     split: str = "train"  # split of the hub dataset
     count: int = Field(8, ge=1)  # number of prompts per set, spread evenly over its tasks

@@ -111,7 +111,7 @@ def _explaining_errors(path: str | Path) -> Iterator[None]:
             sorted(file.name for file in Path(path).glob("*.safetensors") if not _is_whole(file))
         )
         raise ValueError(
-            f"{path} holds weights that cannot be read: {torn or error}; fetch or write it anew"
+            f"{path} holds weights that cannot be read: {torn or error}; download or write it again"
         ) from error
     except RuntimeError as error:
         if "ignore_mismatched_sizes" not in str(error):

@@ -194,7 +194,7 @@ def prepare_media(processor: Any, shown: Shown, tokens: Tensor) -> dict[str, Any
         if sha256(Path(path)) != checksum:
             raise ValueError(
                 f"the image {path} is not the one that was there when its text was tokenised: put that one back, or "
-                "remove the cache of tokens (data.cache) and the feature store, which are made anew"
+                "remove the cache of tokens (data.cache) and the feature store: they are created again"
             )
     # the store may have cut the sequence after T tokens
     whole = token_ids(process(processor, shown.text, [path for path, _ in shown.images]))
@@ -202,7 +202,7 @@ def prepare_media(processor: Any, shown: Shown, tokens: Tensor) -> dict[str, Any
     if sequence != tokens.tolist():
         raise ValueError(
             f"the target's processor gives other tokens for the text {shown.text!r:.60} than when it was tokenised: "
-            "remove the cache of tokens (data.cache) and the feature store, which are made anew"
+            "remove the cache of tokens (data.cache) and the feature store: they are created again"
         )
     return media_of(sequence)
 

@@ -259,7 +259,10 @@ class Checkpoints:
         steps = self._steps()
         if steps:
             return f"the same command goes on from step {steps[0]}"
-        return "the same command starts anew: train.checkpoint_every says how often a run is kept, else once an epoch"
+        return (
+            "the same command starts from the beginning: train.checkpoint_every says how often a checkpoint is saved, "
+            "once an epoch by default"
+        )
 
     def _steps(self) -> list[int]:
         """Return the steps of all checkpoint folders, complete or damaged, the newest first."""

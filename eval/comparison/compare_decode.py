@@ -41,6 +41,9 @@ class Decoder:
         # digests of questions without images are those of earlier releases
         if any(images):
             parts.append(images)
+        replays = [question.replay for question in self.questions]
+        if any(replays):
+            parts.append(replays)
         self.asked = digest_of(*parts)
 
     @cached_property
@@ -99,11 +102,11 @@ class Decoder:
 
     def _answer_case(self, case: Case) -> list[Entry]:
         """Return the answers to a question's turns, up to the first that the model has no positions for."""
-        turns: list[str] = []
         answers: list[Entry] = []
-        for turn, text in enumerate(case.question.turns):
-            turns.append(text)
-            prompt = encode_prompt(self.recipe, self.target, turns, case.question.images)
+        for turn in range(len(case.question.turns)):
+            # a turn follows the target's own answers to those before
+            texts = [answer["text"] for answer in answers]
+            prompt = encode_prompt(self.recipe, self.target, case.question, texts)
             if prompt is None:
                 break
             key = case.key(turn)
@@ -111,11 +114,7 @@ class Decoder:
             about = {"digest": self.comparison.answer_digest, **dict(zip(KEY, key, strict=True))}
             if not self.rows.of("answer", **about):
                 self._write_answer(about, prompt, case.sampling(turn))
-            answer = self.rows.of("answer", **about)[-1]
-            answers.append(answer)
-
-            # the next turn follows the target's own answer
-            turns.append(answer["text"])
+            answers.append(self.rows.of("answer", **about)[-1])
         return answers
 
     def _write_answer(self, about: Entry, prompt: list[int], sampling: Sampling) -> None:

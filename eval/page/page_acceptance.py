@@ -107,7 +107,7 @@ def by_position(group: Group, reached: bool) -> Points:
 
 
 def by_bucket(report: ReportData) -> Section:
-    """Show the acceptance length by tokens of context, and by tokens of the answer."""
+    """Show the acceptance length by turn, by tokens of context, and by tokens of the answer."""
     figures = []
     for buckets in EVERY:
         lines: dict[str, Rows] = {}
@@ -128,9 +128,12 @@ def by_bucket(report: ReportData) -> Section:
     if not _accepts(report):
         return _no_acceptance(report)
     if not figures:
-        return Missing("all cycles are in one range of tokens, or in ranges of too few cycles")
+        return Missing(
+            "all cycles are in one turn and one range of tokens, or in ranges of too few cycles"
+        )
     lead = (
-        "Acceptance length by the number of tokens before a cycle: of prompt and answer, and of the answer alone. "
+        "Acceptance length by the turn of the conversation, and by the number of tokens before a cycle: of prompt and "
+        "answer, and of the answer alone. "
         f"A drafter with fewer than {ENOUGH} cycles in a range is left out there."
     )
     return [tag("p", lead), drafter_panels(report.names, figures)]

@@ -11,7 +11,6 @@ from typing import NamedTuple
 from eagle.markup import Html, html, tag
 from eval.result_files.figures import Scale, draw_dots, legend
 from eval.result_files.results import (
-    Answer,
     Group,
     Results,
     fewest_at_a_time,
@@ -188,14 +187,6 @@ def cell(value: Estimate, unit: str = "", digits: int = 2, signed: bool = False)
     # a hyphen is too short for a minus
     small = tag("span", interval.replace("-", "−"), class_="low")
     return html([text.replace("-", "−"), small])
-
-
-def task_of(answer: Answer) -> str:
-    """Return the prompt set of an answer, and its task within the set."""
-    prompt_set = answer.get("set") or "prompts"
-    if not answer.get("task"):
-        return str(prompt_set)
-    return f"{prompt_set} · {answer['task']}"
 
 
 def side_by_side(

@@ -22,7 +22,6 @@ from eval.page.page_parts import (
     panels,
     side_by_side,
     table,
-    task_of,
 )
 from eval.result_files.figures import Doublings, Points, Scale, draw_plot
 from eval.result_files.results import (
@@ -39,6 +38,7 @@ from eval.result_files.results import (
     describe_tree,
     prompt_key,
     requests_per_step,
+    task_of,
 )
 from eval.result_files.statistics import Estimate
 
@@ -268,7 +268,17 @@ def by_task(report: ReportData) -> Section:
     if all(group.is_modelled for group in report.drafting):
         figures += _figures_by_task(report, "Modelled speedup", MODELLED_SPEED_UP, unit=" ×")
     figures += _figures_by_task(report, "Acceptance length τ", ACCEPTANCE_LENGTH, start=1)
-    return [tag("p", lead), drafter_panels(report.names, figures)]
+    parts = []
+    # as tasks differ in the cycles of an answer, so do the two means
+    for heading, groups in by_temperature(report.drafting):
+        rows: list[list[object]] = []
+        for group in groups:
+            means = (group.estimate(ACCEPTANCE_LENGTH), group.average_length())
+            rows.append([code(group.name), *map(cell, means)])
+        parts.append((heading, rows))
+    averages = table(["drafter", "τ", "Average_AL"], parts)
+    note = "Average_AL is SPEED-Bench's mean: every request counts alike, however many cycles it takes."
+    return [tag("p", lead), drafter_panels(report.names, figures), tag("p", note), averages]
 
 
 def _figures_by_task(

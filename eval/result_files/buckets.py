@@ -1,4 +1,4 @@
-"""Acceptance by position: by tokens of context, and by tokens of the answer before a cycle."""
+"""Acceptance by task and turn of an answer, and by tokens of context and of the answer before a cycle."""
 
 from __future__ import annotations
 
@@ -7,8 +7,17 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
-from eval.result_files.results import Answer, Group, Key, cycles, prompt_key
+from eval.result_files.results import (
+    Answer,
+    Group,
+    Key,
+    count_cycles,
+    cycles,
+    prompt_key,
+    task_of,
+)
 from eval.result_files.statistics import Estimate, Row, estimate
 
 ENOUGH = 50  # cycles; fewer tell nothing about a bucket
@@ -57,6 +66,36 @@ class Buckets:
         return {bucket: estimate(rows[bucket]) for bucket in enough}
 
 
+@dataclass(frozen=True)
+class Split:
+    """Kinds of answers, of which each has a τ of its own; the short methods are those of `Buckets`."""
+
+    title: str
+    find: Callable[[Answer], Any]
+    name: Callable[[Any], str]
+
+    def acceptance_lengths(self, group: Group) -> dict[Any, Estimate]:
+        """Return τ with its interval by kind, where there are cycles."""
+        num_cycles: Counter[Any] = Counter()
+        rows: dict[Any, dict[Key, list[Row]]] = {}
+        for answer in group.answers:
+            kind = self.find(answer)
+            counts = count_cycles(answer)
+            num_cycles[kind] += int(counts[1])
+            by_conversation = rows.setdefault(kind, {})
+            by_conversation.setdefault(prompt_key(answer)[:2], []).append(counts)
+        return {kind: estimate(rows[kind]) for kind in sorted(rows) if num_cycles[kind]}
+
+
+def name_turns(octave: int) -> str:
+    """Return the turns, from 1, of which each has as many bits when it is counted from 0."""
+    last = 2**octave
+    # each of the first two turns is a kind of its own
+    if octave < 2:
+        return str(last)
+    return f"{last // 2 + 1} to {last}"
+
+
 def count_context(answer: Answer) -> list[int]:
     """Return the tokens in the target's context before each cycle."""
     return [cycle["context"] for cycle in cycles(answer)]
@@ -70,12 +109,16 @@ def count_written(answer: Answer) -> list[int]:
 
 CONTEXT = Buckets("tokens of context", 512, 2, count_context)
 WRITTEN = Buckets("tokens of the answer", 32, 4, count_written)
-EVERY = (CONTEXT, WRITTEN)
+TASK = Split("task", task_of, str)
+# 1, 2, 3 to 4, 5 to 8 ...: sessions of agents have many
+TURN = Split("turn", lambda answer: answer.get("turn", 0).bit_length(), name_turns)
+# the page shows tasks in a section of their own
+EVERY = (TURN, CONTEXT, WRITTEN)
 
 
-def several_buckets(lengths: Sequence[dict[int, Estimate]]) -> list[int]:
+def several_buckets(lengths: Sequence[dict[Any, Estimate]]) -> list[Any]:
     """Return the buckets that occur in any group, in order; none if there is only one."""
-    buckets = sorted(set[int]().union(*lengths))
+    buckets = sorted(set[Any]().union(*lengths))
     return buckets if len(buckets) > 1 else []
 
 

@@ -7,6 +7,7 @@ import platform
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf, nan
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,14 @@ def item_key(item: Answer) -> Key:
     if isinstance(item.get("run"), dict):
         return "header", json.dumps(item["run"])
     return item["run"], item["drafter"], *prompt_key(item)
+
+
+def task_of(answer: Answer) -> str:
+    """Return the prompt set of an answer, and its task within the set."""
+    prompt_set = answer.get("set") or "prompts"
+    if not answer.get("task"):
+        return str(prompt_set)
+    return f"{prompt_set} · {answer['task']}"
 
 
 def cycles(answer: Answer) -> list[Answer]:
@@ -178,6 +187,28 @@ class Group:
         for answer in self.answers:
             rows.setdefault(prompt_key(answer)[:2], []).append(metric.columns(answer))
         return estimate(rows, metric.statistic)
+
+    def average_length(self) -> Estimate:
+        """Return SPEED-Bench's Average_AL: the mean over requests, however long, of their tokens per cycle.
+
+        All turns of a request count together.
+        """
+        sums: dict[Key, list[float]] = {}
+        for answer in self.answers:
+            key = prompt_key(answer)
+            # all but the turn
+            total = sums.setdefault((*key[:2], *key[3:]), [0, 0])
+            committed, num_cycles = count_cycles(answer)
+            total[0] += committed
+            total[1] += num_cycles
+        rows: dict[Key, list[Row]] = {}
+        for key, (committed, num_cycles) in sums.items():
+            # an answer of one token has no cycle
+            if num_cycles:
+                rows.setdefault(key[:2], []).append((committed / num_cycles, 1))
+        if not rows:
+            return Estimate(nan, -inf, inf)
+        return estimate(rows)
 
     def compare(self, other: Group, metric: Metric) -> Difference:
         """Return the metric of this group minus that of another, over the prompts that both answered.

@@ -85,7 +85,9 @@ class ResultsWriter:
             old_id = stored.header.get("id", secrets.token_hex(4))
             aside = self.path.with_stem(f"{self.path.stem}-{old_id}")
             self.path.rename(aside)
-            print(f"what {self.path} held is in {aside} now, and measuring begins anew")
+            print(
+                f"the earlier content of {self.path} is in {aside} now, and measuring starts from the beginning"
+            )
 
     def begin(self, start: dict[str, Any]) -> None:
         """Write the header of the rows that follow.

@@ -26,8 +26,19 @@ BINS = 15
 KEYS = {"temperatures", "dataset", "num_samples", "ece_before", "ece_after"}
 
 
-def sample_drafts(count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Return log-odds whose temperatures are wrong by TRUE, and how much of each draft was accepted."""
+def sample_drafts(
+    count: int,
+    seed: int,
+) -> tuple[Tensor, Tensor]:
+    """Return log-odds whose temperatures are wrong by TRUE, and how much of each draft was accepted.
+
+    Args:
+        count: The number n of drafts.
+        seed: Of the random numbers.
+
+    Returns:
+        [n, levels] and [n].
+    """
     rng = random.Random(seed)
     logits = []
     accepted = []
@@ -43,8 +54,16 @@ def sample_drafts(count: int, seed: int) -> tuple[Tensor, Tensor]:
     return torch.tensor(logits), torch.tensor(accepted)
 
 
-def naive_error(probs: list[float], labels: list[bool]) -> float:
-    """Return the calibration error, bin by bin."""
+def naive_error(
+    probs: list[float],
+    labels: list[bool],
+) -> float:
+    """Return the calibration error, bin by bin.
+
+    Args:
+        probs: Predicted probabilities.
+        labels: Whether it happened, of each.
+    """
     error = 0.0
     for index in range(BINS):
         inside = [i for i, prob in enumerate(probs) if min(int(prob * BINS), BINS - 1) == index]
@@ -55,8 +74,16 @@ def naive_error(probs: list[float], labels: list[bool]) -> float:
     return error
 
 
-def naive_fit(logits: list[list[float]], accepted: list[int]) -> tuple[list[float], list[float]]:
-    """Return temperatures and errors of the levels, by loops over levels, temperatures and drafts."""
+def naive_fit(
+    logits: list[list[float]],
+    accepted: list[int],
+) -> tuple[list[float], list[float]]:
+    """Return temperatures and errors of the levels, by loops over levels, temperatures and drafts.
+
+    Args:
+        logits: Of each draft the log-odds of its levels.
+        accepted: Of each draft the number of accepted tokens.
+    """
     # of each draft, down to the level above
     survival = [1.0] * len(logits)
     chosen = []

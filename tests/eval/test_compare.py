@@ -105,7 +105,7 @@ def test_the_table_says_what_decoding_gives(table: ComparisonTable) -> None:
                 trace = generate(
                     target,
                     drafter,
-                    encode_prompt(recipe, target, case.question.turns[:1]),
+                    encode_prompt(recipe, target, case.question),
                     budget=comparison.shapes[shape],
                     sampling=case.sampling(0),
                     max_new_tokens=10,

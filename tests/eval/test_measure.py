@@ -112,10 +112,9 @@ def test_rows_say_what_the_decoder_did(small: Recipe, target: Target) -> None:
     # four drafters, four turns, two temperatures
     assert len(rows) == 4 * 4 * 2
     for case in cases(small, questions(small), (0, 1)):
-        turns: list[str] = []
-        for turn, question in enumerate(case.question.turns):
-            turns.append(question)
-            prompt = encode_prompt(small, target, turns)
+        answers: list[str] = []
+        for turn in range(len(case.question.turns)):
+            prompt = encode_prompt(small, target, case.question, answers)
             texts = []
             for name, measured in drafters.items():
                 trace = generate(
@@ -134,7 +133,7 @@ def test_rows_say_what_the_decoder_did(small: Recipe, target: Target) -> None:
 
             assert len(set(texts)) == 1
             # the next turn follows the answer of plain decoding
-            turns.append(texts[0])
+            answers.append(texts[0])
 
 
 def check_row(row: Row, trace: Trace) -> None:

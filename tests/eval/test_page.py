@@ -52,7 +52,7 @@ FIGURES = {
     "length": 6,
     "calibration": 2,
     "answers": 2,
-    "context": 2,
+    "context": 4,
 }
 
 # elements and attributes that load something or run a script

@@ -176,7 +176,7 @@ def test_first_turns_are_what_the_template_asks(
     asked = ask(recipe, heldout, 3)
     for one, record in zip(asked, read_lines(heldout)[:3], strict=True):
         message = {"role": "user", "content": record["conversations"][0]["value"]}
-        assert encode_prompt(recipe, tiny_target, one.turns[:1]) == tiny_target.chat([message])
+        assert encode_prompt(recipe, tiny_target, one) == tiny_target.chat([message])
 
 
 def test_greedy_has_one_seed_and_each_question_its_own_noise(
@@ -211,11 +211,12 @@ def test_turns_alternate_and_a_prompt_without_room_is_none(
         {"role": "assistant", "content": "B."},
         {"role": "user", "content": "C?"},
     ]
-    prompt = encode_prompt(recipe, tiny_target, ["A?", "B.", "C?"])
+    two = Question("q", "1", None, ("A?", "C?"))
 
-    assert prompt == tiny_target.chat(messages)
-    assert encode_prompt(recipe, tiny_target, ["word" * 2]) is not None
-    assert encode_prompt(recipe, tiny_target, ["word " * tiny_target.max_positions]) is None
+    assert encode_prompt(recipe, tiny_target, two, ["B."]) == tiny_target.chat(messages)
+    for times, fits in ((2, True), (tiny_target.max_positions, False)):
+        one = Question("q", "1", None, ("word " * times,))
+        assert (encode_prompt(recipe, tiny_target, one) is not None) == fits
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def speed_machine(results: Any) -> str:
     return machine_line(results["machine"])
 
 
-SPEED = "smollm2_speed qwen_speed speed_tables speed_drawn speed_batches speed_sizes speed_contexts"
+SPEED = "smollm2_speed smollm2_mtbench qwen_speed speed_tables speed_drawn speed_batches speed_sizes speed_contexts"
 # a page, the function that prints its tables, and their result files
 SHOWN: list[tuple[str, Callable[[Any], str], str]] = [
     ("../README", speed_headline, "smollm2_speed"),

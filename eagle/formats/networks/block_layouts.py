@@ -457,12 +457,12 @@ class InjectedLayout(NetworkLayout):
         is_there = CONFIDENCE in drafter.state_dict()
         if is_domino and is_there:
             raise ValueError(
-                f"{engine}: the head tells a confidence, and no Domino head does there: train with "
+                f"{engine}: the head predicts a confidence, which no Domino head does there: train with "
                 "drafter.confidence=false"
             )
         if self.needs_confidence and not is_domino and not is_there:
             raise ValueError(
-                f"{engine}: the head tells no confidence, without which it is not loaded there: train with "
+                f"{engine}: the head predicts no confidence, and this engine loads none without it: train with "
                 "drafter.confidence=true"
             )
 
