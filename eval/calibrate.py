@@ -45,8 +45,9 @@ def collect_confidences(
         for tree, path in replay(target, drafter, target_answer, budget):
             # after the answer's end nothing is known of a draft
             is_inside = position + levels < len(target_answer.tokens)
-            if is_inside and len(tree) == levels + 1:
-                logits.append(tree.confidences[1:])
+            confidences = tree.confidences
+            if is_inside and len(tree) == levels + 1 and confidences is not None:
+                logits.append(confidences[1:])
                 accepted.append(len(path) - 1)
             position += len(path)
     if not logits:

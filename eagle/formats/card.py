@@ -290,7 +290,7 @@ def list_acceptance(run: Path) -> list[dict[str, Any]]:
     header, groups = _read_newest(run)
     entries = []
     for (temperature, drafter), rows in groups.items():
-        entry = {
+        entry: dict[str, Any] = {
             "by": "eagle measure",
             "drafter": drafter,
             "draft": _describe_tree(header, drafter),

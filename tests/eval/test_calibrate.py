@@ -161,7 +161,7 @@ def test_the_file_is_read_exported_and_checked(tmp_path: Path) -> None:
     assert fitted.keys() == KEYS
     (folder / TEMPERATURES).write_text(json.dumps(fitted))
     loaded = load_head(folder).bind(target.head)
-    assert list(loaded.confidence_temperatures) == fitted["temperatures"]
+    assert loaded.confidence_temperatures == tuple(fitted["temperatures"])
 
     out = tmp_path / "out"
     export(loaded, target.config, "vllm", out=out, head=folder)

@@ -332,8 +332,6 @@ class DSpark(InjectedHead):
         rank = settings.rank
         self.reads_tokens = settings.markov != "none"
         self.rates_nodes = settings.confidence
-        # of each level, by which the log-odds are divided in decoding (`eagle measure --tune` fits them)
-        self.confidence_temperatures: tuple[float, ...] | None = None
         # the names of modules are those of the published checkpoints
         self.markov_head = self.prefix_gru = None
         self.confidence_head: Any = None
