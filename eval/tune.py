@@ -8,6 +8,7 @@ For a drafter without forward passes, the time of its drafts is that of the repl
 from __future__ import annotations
 
 import argparse
+import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -24,12 +25,14 @@ from eagle.core.verify import Sampling
 from eagle.decoding.cycle_times import measure_costs
 from eagle.decoding.forward_costs import PENDING, Costs
 from eagle.device import ThreadsOfLongWork
-from eagle.formats.checkpoint import load_drafter, write_budget
+from eagle.disk import write_text
+from eagle.formats.checkpoint import TEMPERATURES, load_drafter, write_budget
 from eagle.interrupts import interrupted_by_user
 from eagle.log import JSON_HELP, describe_seconds, json_alone, progress, script
 from eagle.recipe import Recipe
 from eagle.recipe.command_lines import command_line
 from eagle.target.target import Target
+from eval.calibrate import collect_confidences, fit_temperatures
 from eval.costs import NOT_DRAFTING, asked_budgets, draft_seconds, model_seconds, shape_of
 from eval.load_run import load_named, load_target, settle_threads
 from eval.prompts import Question, chat_prompt, questions
@@ -444,6 +447,24 @@ def verdict(tuning: Tuning, best: Trial) -> tuple[Budget, str]:
     )
 
 
+def calibrate(tuning: Tuning, head: Path) -> None:
+    """Fit the temperatures of a head's confidence to the target's answers, and write them into the head's folder."""
+    logits, accepted = collect_confidences(tuning.target, tuning.drafter, tuning.answers)
+    if not len(logits):
+        print("the answers are too short to calibrate the head's confidence")
+        return
+    calibration = fit_temperatures(logits, accepted)
+    tasks = sorted({target_answer.task for target_answer in tuning.answers})
+    write_text(
+        head / TEMPERATURES,
+        json.dumps({**calibration, "dataset": ", ".join(tasks)}, indent=2) + "\n",
+    )
+    print(
+        f"the confidence's calibration error falls from {calibration['ece_before']:.3f} to "
+        f"{calibration['ece_after']:.3f}: temperatures in {head}/{TEMPERATURES}"
+    )
+
+
 def main(argv: list[str]) -> None:
     """Time bare forwards, replay the candidates, print what they would bring, and say what to decode with."""
     parser = command_line("eagle measure --tune", __doc__)
@@ -505,6 +526,8 @@ def tune(args: argparse.Namespace) -> dict[str, Any]:
     if args.exhaustive:
         _try_all(tuning, candidates, budget)
     if args.write:
+        if drafter.rates_nodes:
+            calibrate(tuning, head)
         write_budget(head, budget)
         off = "" if budget.nodes else "; the head drafts nothing until `budget` is deleted there"
         print(f"written into {head}/config.json{off}")

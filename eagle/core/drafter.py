@@ -374,6 +374,8 @@ class Drafter:
     budget: Budget | None = None  # the budget that it was tuned to
     # whether it predicts how likely a child of a node is accepted, which `Budget.confidence` needs
     rates_nodes = False
+    # of each level, by which the log-odds of that prediction are divided (`eagle measure --tune` fits them)
+    confidence_temperatures: tuple[float, ...] | None = None
     # whether it learns from all sequences, so that the drafts of one depend on those before and beside it
     remembers = False
     bound_to: tuple[TargetHead, ...] = ()  # the target's head, once it is bound to one

@@ -91,9 +91,9 @@ class DeviceTrees:
 
         Args:
             rows: The batch row of each tree.
-            fields: [B, 1 or 3, N - 1], of B trees of N nodes, without the roots: the nodes' tokens, and if `parents` is
-                None also their parents and the bits of their fp32 likelihoods. All are integers in one tensor, so that
-                one transfer reads them.
+            fields: [B, 1, 2 or 3, N - 1], of B trees of N nodes, without the roots: the nodes' tokens, and if
+                `parents` is None also their parents and the bits of their fp32 likelihoods. Otherwise the bits of fp32
+                log-odds of acceptance may follow. All are integers in one tensor, so that one transfer reads them.
             levels: The most levels of a tree below its root.
             parents: [N], on the host, if all trees have one fixed shape.
             probs: [B, N, V], the drafter's probabilities of V tokens that each node was sampled from; None for trees
@@ -165,13 +165,16 @@ class DeviceTrees:
         if self.host_fields is None:
             read_trees(self.read_together)
         assert self.host_fields is not None
-        fields = self.host_fields[index]  # [1 or 3, N - 1]
+        fields = self.host_fields[index]  # [1, 2 or 3, N - 1]
         root = self.roots[index]
         if self.parents is not None:
             # a fixed shape: only the tokens differ between trees
             tokens = torch.cat([torch.tensor([root]), fields[0]])
             probs = None if self.probs is None else self.probs[index]
-            return _leave_out(tokens, self.parents, draft_probs=probs)
+            confidences = None
+            if len(fields) > 1:
+                confidences = torch.cat([torch.zeros(1), fields[1].int().view(torch.float32)])
+            return _leave_out(tokens, self.parents, draft_probs=probs, confidences=confidences)
         # the root's token and parent, and a likelihood of 0
         root_fields = torch.tensor([[root], [-1], [0]])
         # the likelihoods travel in the tensor of integers, as the bits of their fp32 values
@@ -370,6 +373,7 @@ def _leave_out(
     parents: Tensor,
     draft_probs: Tensor | None = None,
     likelihoods: Tensor | None = None,
+    confidences: Tensor | None = None,
 ) -> DraftTree:
     """Return a tree on the host without the nodes that only filled the fixed size of trees on the device.
 
@@ -380,10 +384,11 @@ def _leave_out(
         parents: [N], -1 for the root.
         draft_probs: [N, V], what each node was sampled from; None for trees that were not sampled.
         likelihoods: [N], the drafter's log-probability of each node's path; None if they are not known.
+        confidences: [N], the log-odds that each node is accepted after its parent; None if they are not known.
     """
     is_kept = tokens != LEFT_OUT
     if is_kept.all():
-        return DraftTree(tokens, parents, draft_probs, likelihoods)
+        return DraftTree(tokens, parents, draft_probs, likelihoods, confidences)
     nodes = is_kept.nonzero()[:, 0]
     # [N + 1], old number -> new number; index -1 reads the last entry, so that the root's parent -1 stays -1
     numbers = torch.cat([is_kept.cumsum(0) - 1, torch.tensor([-1])])
@@ -391,7 +396,9 @@ def _leave_out(
         draft_probs = pick_rows(draft_probs, nodes.tolist())
     if likelihoods is not None:
         likelihoods = pick_rows(likelihoods, nodes.tolist())
-    return DraftTree(tokens[nodes], numbers[parents[nodes]], draft_probs, likelihoods)
+    if confidences is not None:
+        confidences = pick_rows(confidences, nodes.tolist())
+    return DraftTree(tokens[nodes], numbers[parents[nodes]], draft_probs, likelihoods, confidences)
 
 
 @dataclass(frozen=True, slots=True)

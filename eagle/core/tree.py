@@ -83,6 +83,9 @@ class DraftTree:
     draft_probs: Tensor | None = None
     # [N], the drafter's log-probability of each node's path; 0 at the root
     likelihoods: Tensor | None = None
+    # [N], the log-odds that each node is accepted after its parent, as a head with a confidence output predicts them;
+    # None if it was not asked
+    confidences: Tensor | None = None
 
     def __post_init__(self) -> None:
         """Refuse tensors that form no tree, because a drafter of a user may have made them."""

@@ -260,7 +260,63 @@ def acceptance_of(run: Path) -> str:
     Args:
         run: The run's folder, which may hold the file of measurements, results.jsonl.
     """
-    header: dict[str, Any] = {}  # of the newest measurement
+    header, groups = _read_newest(run)
+    if not groups:
+        return ""
+    lines = [
+        [temperature, f"`{drafter}`", _describe_tree(header, drafter), _pool_lengths(group)]
+        for (temperature, drafter), group in groups.items()
+    ]
+    keys = [key for key in ("prompts", "tree", "torch", "machine", "date") if key in header]
+    note = ", ".join(f"{key} {header[key]}" for key in keys)
+    # a measurement that is running or was stopped has answered some prompts only
+    prompts = header.get("prompts")
+    answered = min(len(group) for group in groups.values())
+    if isinstance(prompts, int) and answered < prompts:
+        note = f"unfinished: {answered} of {prompts} prompts were answered by every drafter. {note}"
+    return f"{_table(['T', 'drafter', 'draft', 'acceptance length'], lines)}\n\n<sub>{note}</sub>"
+
+
+def list_acceptance(run: Path) -> list[dict[str, Any]]:
+    """Return the acceptance that was measured last in a run, for programs; an entry for each temperature and drafter.
+
+    Args:
+        run: The run's folder, which may hold the file of measurements, results.jsonl.
+
+    Returns:
+        Each entry has the acceptance length `tau` and the prompts; and, where the file lists cycles, `per_position`:
+        the share of drafts of which the first 1, 2, ... tokens were accepted.
+    """
+    header, groups = _read_newest(run)
+    entries = []
+    for (temperature, drafter), rows in groups.items():
+        entry: dict[str, Any] = {
+            "by": "eagle measure",
+            "drafter": drafter,
+            "draft": _describe_tree(header, drafter),
+            "temperature": temperature,
+            "tau": _pool_lengths(rows),
+            "prompts": len(rows),
+            "sets": sorted({row["set"] for row in rows if row.get("set")}),
+        }
+        cycles = [row["cycles"] for row in rows]
+        if all(isinstance(listed, list) for listed in cycles):
+            # cycles without a draft, such as the last of an answer, say nothing of it
+            drafts = [cycle for listed in cycles for cycle in listed if cycle["depth"]]
+            deepest = max((cycle["depth"] for cycle in drafts), default=0)
+            entry["per_position"] = [
+                sum(cycle["accepted"] > position for cycle in drafts) / len(drafts)
+                for position in range(deepest)
+            ]
+        entries.append(entry)
+    return entries
+
+
+def _read_newest(
+    run: Path,
+) -> tuple[dict[str, Any], dict[tuple[float, str], list[dict[str, Any]]]]:
+    """Return the header of a run's newest measurement, and its rows by temperature and drafter; empty without one."""
+    header: dict[str, Any] = {}
     newest: list[dict[str, Any]] = []  # its rows: one for each prompt, drafter and temperature
     rows = _read_rows(run / "results.jsonl")
     for row in rows:
@@ -276,20 +332,7 @@ def acceptance_of(run: Path) -> str:
     groups: dict[tuple[float, str], list[dict[str, Any]]] = {}
     for row in newest:
         groups.setdefault((row["temperature"], row["drafter"]), []).append(row)
-    if not groups:
-        return ""
-    lines = [
-        [temperature, f"`{drafter}`", _describe_tree(header, drafter), _pool_lengths(group)]
-        for (temperature, drafter), group in groups.items()
-    ]
-    keys = [key for key in ("prompts", "tree", "torch", "machine", "date") if key in header]
-    note = ", ".join(f"{key} {header[key]}" for key in keys)
-    # a measurement that is running or was stopped has answered some prompts only
-    prompts = header.get("prompts")
-    answered = min(len(group) for group in groups.values())
-    if isinstance(prompts, int) and answered < prompts:
-        note = f"unfinished: {answered} of {prompts} prompts were answered by every drafter. {note}"
-    return f"{_table(['T', 'drafter', 'draft', 'acceptance length'], lines)}\n\n<sub>{note}</sub>"
+    return header, groups
 
 
 def _describe_tree(header: dict[str, Any], drafter: str) -> str:

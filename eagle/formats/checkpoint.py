@@ -27,6 +27,7 @@ from eagle import __version__
 from eagle.core.arguments import nearest
 from eagle.core.budget import MOST_NODES, Budget
 from eagle.core.drafter import Drafter, TrainableDrafter
+from eagle.core.sampling import number
 from eagle.device import in_dtype
 from eagle.disk import write_tensors, write_text, write_whole
 from eagle.drafters import DRAFTERS, stored_settings
@@ -48,6 +49,7 @@ from eagle.target.target import Target
 from eagle.target.weights.packed import narrow_packed
 
 WEIGHTS = "model.safetensors"
+TEMPERATURES = "confidence_temperatures.json"  # as SGLang reads them
 DRAFT_VOCAB = (
     "draft_vocab.safetensors"  # the tokens that a head drafts, if its loss compared no others
 )
@@ -61,6 +63,7 @@ ON_HUB = (
     "config.json",
     WEIGHTS,
     DRAFT_VOCAB,
+    TEMPERATURES,
     "recipe.yaml",
     "provenance.json",
     "README.md",
@@ -169,6 +172,8 @@ def load_head(folder: str | Path, *, trust_code: bool = False) -> TrainableDraft
     if has(folder, DRAFT_VOCAB):
         head.loss_tokens = _read_draft_tokens(folder, head)
     head.budget = _read_budget(config.get("budget"), source)
+    if has(folder, TEMPERATURES):
+        head.confidence_temperatures = _read_temperatures(folder, head)
     return head
 
 
@@ -347,6 +352,22 @@ def _read_draft_tokens(folder: Path, head: TrainableDrafter) -> Tensor:
             f"{path} cannot be read: {error}; copy it again, or delete it: the head then drafts all tokens"
         ) from None
     return t2d.nonzero()[:, 0]
+
+
+def _read_temperatures(folder: Path, head: TrainableDrafter) -> tuple[float, ...]:
+    """Return the temperature of each level's confidence that a head's folder holds, a file of unknown origin."""
+    try:
+        temperatures = json.loads(read_text(folder, TEMPERATURES, CONFIG_BYTES))["temperatures"]
+        values = tuple(number("a temperature", value) for value in temperatures)
+        if not head.rates_nodes or len(values) != head.levels or not min(values) > 0:
+            raise ValueError(
+                f"it holds {values}, expected a number above 0 for each level of a head with a confidence"
+            )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{folder / TEMPERATURES} cannot be read: {error}; tune the head again, or delete the file"
+        ) from None
+    return values
 
 
 def _compare_entries(

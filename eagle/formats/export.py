@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle.disk import LOCK, lock_folder, write_tensors, write_text
+from eagle.formats.checkpoint import TEMPERATURES
 from eagle.formats.engines.registry import ENGINES, write_layout, write_portable
 from eagle.formats.layout import Layout, TargetConfig
 from eagle.formats.notes import compose_notes
@@ -46,6 +47,8 @@ def export(
     texts = compose_notes(layout, drafter, engine, out, head=folder, target=target)
     # the folder is made only now, so that a refused layout leaves none
     with lock_folder(out):
+        # of an earlier export, whose head was calibrated
+        (out / TEMPERATURES).unlink(missing_ok=True)
         # the notes first: by them a later call recognises an export that was cut short, and may replace it
         for name, text in texts.items():
             write_text(out / name, text)

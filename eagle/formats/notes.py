@@ -10,13 +10,18 @@ from typing import Any
 
 from eagle.core.drafter import TrainableDrafter
 from eagle.drafters.parts.validation import chain_rates
-from eagle.formats.card import acceptance_of, front_matter
+from eagle.formats.card import acceptance_of, front_matter, list_acceptance
+from eagle.formats.checkpoint import TEMPERATURES
 from eagle.formats.layout import Layout
-from eagle.formats.reading.files import CONFIG_BYTES, read_text
+from eagle.formats.reading.files import CONFIG_BYTES, has, read_text
 from eagle.recipe.plain_yaml import parse_yaml
 
 USUAL_DEPTH = 3  # draft tokens of a chain for a head that was never measured
 UNMEASURED = "the usual length; nothing was measured with this head"
+CALIBRATION = f"""## How its confidence is calibrated
+
+`{TEMPERATURES}` has a temperature for each draft position, by which the logit of the confidence is divided. SGLang
+reads it: `--speculative-dspark-confidence-sts-path {TEMPERATURES}`."""
 # a level that a smaller share of drafts is accepted up to costs more than it saves
 MIN_KEPT_SHARE = 1 / 8
 
@@ -29,7 +34,9 @@ def compose_notes(
     head: Path | None,
     target: str = "",
 ) -> dict[str, str]:
-    """Return the texts of an export's README.md and provenance.json by their names; nothing is written.
+    """Return the texts beside an exported head by their names, README.md and provenance.json; nothing is written.
+
+    The temperatures of the head's confidence are among them if its folder holds some.
 
     Args:
         layout: The exported head, which is written beside them.
@@ -70,17 +77,26 @@ def compose_notes(
         "engine": engine,
         "settings": drafter.settings.model_dump(mode="json"),
         **provenance,
+        # for programs that start engines
+        "num_speculative_tokens": depth,
+        "num_speculative_tokens_by": reason,
     }
+    data = _section(recipe, "data")
     if shares:
         provenance["acceptance"] = {
             "tau": 1 + sum(shares),
             "per_position": shares,
             "by": "validation",
+            "prompts": data.get("heldout") or data.get("train"),
         }
-    return {
-        "README.md": "\n\n".join(sections) + "\n",
-        "provenance.json": json.dumps(provenance, indent=2) + "\n",
-    }
+    if head:
+        provenance["measured"] = list_acceptance(head.parent)
+    texts = {"provenance.json": json.dumps(provenance, indent=2) + "\n"}
+    if head and has(head, TEMPERATURES):
+        sections.append(CALIBRATION)
+        texts[TEMPERATURES] = read_text(head, TEMPERATURES, CONFIG_BYTES)
+    texts["README.md"] = "\n\n".join(sections) + "\n"
+    return texts
 
 
 def _fill_placeholders(serve: str, depth: int, out: Path, path: str) -> str:

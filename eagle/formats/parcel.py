@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from eagle.drafters.outside import METHOD_FILE
 from eagle.formats.card import model_card
-from eagle.formats.checkpoint import DRAFT_VOCAB, ON_HUB, from_pretrained
+from eagle.formats.checkpoint import DRAFT_VOCAB, ON_HUB, TEMPERATURES, from_pretrained
 from eagle.formats.reading.files import check_not_hollow, resolve_inside
 from eagle.recipe.plain_yaml import parse_yaml
 
@@ -20,6 +20,7 @@ REASONS = {
     "config.json": "the head's method, settings and sizes",
     "model.safetensors": "its weights",
     DRAFT_VOCAB: "the tokens that it drafts",
+    TEMPERATURES: "how its confidence is calibrated",
     "recipe.yaml": "what it was trained by",
     "provenance.json": "what made it",
     "README.md": "its card",

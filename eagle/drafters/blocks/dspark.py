@@ -261,7 +261,7 @@ class PathLevels(FollowsRows):
         return self._read_tokens(depth)
 
     def confidence(self, depth: int, rows: list[int]) -> Tensor:
-        """Return the estimated probability that a node's child is accepted: [B, R], or [B, 1] for all nodes of a level.
+        """Return the estimated log-odds that a node's child is accepted: [B, R], or [B, 1] for all nodes of a level.
 
         The nodes are the R of each row's tree whose logits were returned last, at depth 0 the roots.
 
@@ -272,7 +272,9 @@ class PathLevels(FollowsRows):
         state = pick_rows(self.states[:, depth : depth + 1], rows)
         # `self.tokens` may be left over from an earlier draft of the same rows, so the roots are taken by themselves
         tokens = self.tokens if depth else pick_rows(self.roots, rows)
-        return self.head.rate(state, tokens).sigmoid()
+        odds: Tensor = self.head.rate(state, tokens)
+        temperatures = self.head.confidence_temperatures
+        return odds if temperatures is None else odds / temperatures[depth]
 
     def _read_tokens(self, depth: int) -> Tensor:
         """Return the logits [B, R, V] after `self.tokens` [B, R], those of the R nodes of a level of B trees.

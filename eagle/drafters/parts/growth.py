@@ -33,8 +33,8 @@ RowsLevel = Callable[[int, list[int], Tensor, Tensor, Tensor], Tensor]
 batch dimension [B, ..]; returns logits [B, K, D] or [B, 1, D]."""
 
 Confidence = Callable[[int, list[int]], Tensor]
-"""Gets the depth and the rows whose trees still grow; returns the probability that a child is accepted, for each node
-whose logits were returned last: [B, K], or [B, 1] if it is the same for all nodes."""
+"""Gets the depth and the rows whose trees still grow; returns the log-odds that a child is accepted, for each node
+whose logits were returned last: [B, K], or [B, 1] if they are the same for all nodes."""
 
 # a log-likelihood of minus infinity in fp32, its bits read as an integer
 MINUS_INFINITY_BITS = int(torch.tensor(-math.inf).view(torch.int32))
@@ -266,8 +266,8 @@ def grow_rows(
             the nodes; returns the logits of their children (`RowsLevel`).
         drafts: [D], the target's token of each logit; None if the draft vocabulary is the target's.
         sharpness: The factor on the logits before children are ranked, unless the budget has a factor.
-        confidence: Returns how likely the children of each node are accepted. A node gets no children if this is below
-            the budget's minimum confidence. None if the drafter does not estimate it.
+        confidence: Returns the log-odds that the children of each node are accepted. A node gets no children if their
+            probability is below the budget's minimum confidence. None if the drafter does not estimate it.
     """
     grown = grow_without_roots(
         requests, logits, level, drafts=drafts, sharpness=sharpness, confidence=confidence
@@ -387,6 +387,8 @@ class _GrowingTrees:
         self.budget = requests[0].budget
         self.depth = max(request.budget.depth for request in requests)
         self.tokens: list[Tensor] = []  # of each level, [rows, candidates or nodes]
+        # [B, K] or [B, 1], the log-odds that a child is accepted, after the nodes that were read last; None: not rated
+        self.odds: Tensor | None = None
 
     def may_have_children(self, depth: int) -> Tensor | None:
         """Return which nodes may have children: those where the drafter's confidence reaches the budget's threshold.
@@ -402,7 +404,8 @@ class _GrowingTrees:
         """
         if self.budget.confidence is None or self.confidence is None:
             return None
-        return self.confidence(depth, self.rows) >= self.budget.confidence
+        self.odds = self.confidence(depth, self.rows)
+        return self.odds.sigmoid() >= self.budget.confidence
 
     def keep_rows(self, indices: list[int]) -> None:
         """Keep only these rows (indices of sequences in the group), as the trees of the others have ended."""
@@ -578,11 +581,12 @@ class _FixedTrees(_GrowingTrees):
         self.read_count = 1  # nodes that were read of the level above
         # of each level [B, nodes, V], the probs that its nodes were sampled from
         self.draft_probs: list[Tensor] = []
-        # [B, nodes], the tokens of the last level, also of nodes that are left out of the tree
-        self.last_tokens = torch.empty(0)
         # [B, nodes], whether all ancestors of a node had enough confidence to have children; None if the budget sets no
         # minimum
         self.is_unfinished: Tensor | None = None
+        self.confidences: list[Tensor] = []  # of each level [B, nodes], the log-odds of its nodes
+        # [B, nodes], the tokens of the last level, also of nodes that are left out of the tree
+        self.last_tokens = torch.empty(0)
 
     def add_level(self, depth: int, logits: Tensor) -> None:
         """Add the next level: each node that was read last gets the children whose ranks are in the tree's fixed shape.
@@ -613,6 +617,9 @@ class _FixedTrees(_GrowingTrees):
                 else may_continue & self.is_unfinished
             )
             self.is_unfinished = is_unfinished.index_select(1, plan.node_parents)
+        if self.odds is not None:
+            odds = self.odds.float().expand(-1, self.read_count)
+            self.confidences.append(odds.index_select(1, plan.node_parents))
         self.tokens.append(
             self.last_tokens
             if self.is_unfinished is None
@@ -632,20 +639,25 @@ class _FixedTrees(_GrowingTrees):
             rows: The rows whose trees have ended, as indices in the group.
             levels: The number of levels that these trees have.
         """
-        tokens = _join_levels(self.tokens, rows)[:, None]
+        columns = _join_levels(self.tokens, rows)[:, None]
+        # [rows, 1 or 2, nodes], so that one transfer brings the log-odds too
+        if self.confidences:
+            bits = _join_levels(self.confidences, rows).view(torch.int32).long()
+            columns = torch.cat([columns, bits[:, None]], dim=1)
         probs = _join_levels(self.draft_probs, rows) if self.draft_probs else None
         # trees that end above the deepest level have the first nodes of the shape
-        parents = self.parents[: 1 + tokens.shape[2]]
+        parents = self.parents[: 1 + columns.shape[2]]
         is_partial = self.is_unfinished is not None
         batch_rows = [self.rows[row] for row in rows]
         return DeviceTrees(
-            batch_rows, tokens, levels, parents=parents, probs=probs, leaves_nodes_out=is_partial
+            batch_rows, columns, levels, parents=parents, probs=probs, leaves_nodes_out=is_partial
         )
 
     def keep_rows(self, indices: list[int]) -> None:
         """Keep only these rows (indices of sequences in the group), as the trees of the others have ended."""
         super().keep_rows(indices)
         self.draft_probs = _pick_levels(self.draft_probs, indices)
+        self.confidences = _pick_levels(self.confidences, indices)
         self.last_tokens = pick_rows(self.last_tokens, indices)
         if self.is_unfinished is not None:
             self.is_unfinished = pick_rows(self.is_unfinished, indices)

@@ -162,6 +162,21 @@ def test_no_node_goes_on_without_confidence(shape: Budget) -> None:
     assert len(head.begin().propose(UPDATE, certain)) == 1
 
 
+def test_temperatures_divide_the_log_odds_of_their_level() -> None:
+    """A hot level is less sure, and a tree tells the log-odds of all of its nodes."""
+    head = small_head()
+    budget = Budget.fixed(CHAIN, confidence=0.0)
+    tree = head.begin().propose(UPDATE, budget)
+    plain = list(confidences(tree).values())
+    assert tree.confidences is not None
+    assert tree.confidences[1:].sigmoid().tolist() == pytest.approx(plain)
+    head.confidence_temperatures = (0.5, 2.0, 4.0)
+    tempered = head.begin().propose(UPDATE, budget).confidences
+    assert tempered is not None
+    expected = tree.confidences[1:] / torch.tensor([0.5, 2.0, 4.0])
+    assert tempered[1:].tolist() == pytest.approx(expected.tolist())
+
+
 def test_a_drafter_without_confidence_is_refused() -> None:
     """The drafter is asked, whatever its type; a confidence is a probability."""
     target = Target(build("llama"))

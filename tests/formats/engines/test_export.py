@@ -308,7 +308,7 @@ def test_what_stands_beside_an_export(target: Target, tmp_path: Path) -> None:
     folder = tmp_path / "run/head"
     out = tmp_path / "out"
     folder.mkdir(parents=True)
-    recipe = "target: {path: some/target}\ndata: {template_kwargs: {enable_thinking: false}}\n"
+    recipe = "target: {path: some/target}\ndata: {train: some/chats.jsonl, template_kwargs: {enable_thinking: false}}\n"
     (folder / "recipe.yaml").write_text(recipe)
     # each level's rate counts what the level before accepted: 0.8, 0.4, 0.2, 0.1
     rates = {
@@ -336,7 +336,38 @@ def test_what_stands_beside_an_export(target: Target, tmp_path: Path) -> None:
     written = json.loads((out / "provenance.json").read_text())
     assert written["engine"] == "vllm"
     assert written["target"]["weights"] == "abc"
-    assert written["acceptance"]["tau"] == pytest.approx(2.5)
+    assert written["num_speculative_tokens"] == 3
+    predicted = written["acceptance"]
+    assert predicted["tau"] == pytest.approx(2.5)
+    assert predicted["per_position"] == pytest.approx([0.8, 0.4, 0.2, 0.1])
+    assert predicted["prompts"] == "some/chats.jsonl"
+
+
+def draft_cycle(depth: int, accepted: int) -> dict[str, int]:
+    """Return a cycle as `eagle measure` writes it."""
+    return {"depth": depth, "accepted": accepted, "committed": accepted + 1}
+
+
+def test_an_export_tells_programs_what_was_measured(target: Target, tmp_path: Path) -> None:
+    """The acceptance per position and in all, counted by hand, and the prompts."""
+    folder = tmp_path / "run/head"
+    folder.mkdir(parents=True)
+    # of four drafts three keep a token, and one keeps two; a cycle without a draft is none
+    answers = [
+        {"run": 1, "set": "mt_bench", "temperature": 0, "drafter": "head", "cycles": cycles}
+        for cycles in (
+            [draft_cycle(2, 1), draft_cycle(2, 2), draft_cycle(0, 0)],
+            [draft_cycle(2, 0), draft_cycle(1, 1)],
+        )
+    ]
+    lines = [{"run": {"id": 1, "prompts": 2}}, *answers]
+    (tmp_path / "run/results.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    out = tmp_path / "out"
+    export(head_for(PLAIN, target), target.config, "vllm", out=out, head=folder)
+    (measured,) = json.loads((out / "provenance.json").read_text())["measured"]
+    assert measured["per_position"] == [0.75, 0.25]
+    assert measured["tau"] == pytest.approx(9 / 5)
+    assert (measured["prompts"], measured["sets"], measured["temperature"]) == (2, ["mt_bench"], 0)
 
 
 def test_a_head_is_not_overwritten_by_its_export(target: Target, tmp_path: Path) -> None:
