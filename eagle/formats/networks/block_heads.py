@@ -648,7 +648,7 @@ LILICORR_HEADS = replace(
     tensors=r"lilicorr\.",
     type_words="lilicorr",
     read_settings=_read_lattice,
-    spellings=((MODELOPT, SEQUENTIAL_NAMES), (ZLAB, DFLASH_NAMES | keep_names("lilicorr.*"))),
+    spellings=((MODELOPT, SEQUENTIAL_NAMES), (ZLAB, {**DFLASH_NAMES, **keep_names("lilicorr.*")})),
     zero_at_first=DFLASH2_HEADS.zero_at_first + r"|lilicorr\.(slot|rank)_embedding",
 )
 DSPARK_HEADS = replace(
