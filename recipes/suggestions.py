@@ -20,6 +20,8 @@ PUBLISHED_RATES = {
     "dflash": 6e-4,
     "dspark": 6e-4,
     "xpress": 6e-4,
+    "dflash2": 6e-4,
+    "lilicorr": 6e-4,
     "medusa": 1e-3,
     "mlp_speculator": 1e-3,
 }

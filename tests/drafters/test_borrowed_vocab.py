@@ -234,5 +234,5 @@ def test_all_tokens_are_refused_for_a_head_that_cannot_draft_them(
 def test_a_draft_model_takes_no_draft_vocabulary(mixing_target_dir: Path, vocab_file: Path) -> None:
     """A language model has an LM head of its own."""
     target = Target.load(mixing_target_dir, dtype=torch.float64)
-    with pytest.raises(ValueError, match="for a trained head alone"):
+    with pytest.raises(ValueError, match="draft_vocab for a trained head"):
         load_drafter(mixing_target_dir, target, draft_vocab=str(vocab_file))

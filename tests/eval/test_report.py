@@ -23,6 +23,7 @@ from eval.report import conclude, markdown, page
 from eval.result_files.results import ACCEPTANCE_LENGTH, SPEED_UP, Results, ends_in_loop
 from recipes.cards import card_table
 from tests.engines.compare_engines import table as engines_table
+from tests.engines.engine_speed import table as engine_speed_table
 from tests.engines.layout_sources import source_table
 from tests.eval.jsonl_files import write_lines
 from tests.newest import proven_table
@@ -51,6 +52,11 @@ SHOWN: list[tuple[str, Callable[[Any], str], str]] = [
     ("measurements/decoding-speed", speed_machine, SPEED),
     ("measurements/serving", engines_table, "engines engines_newest engines_smollm2"),
     ("measurements/serving", llamacpp_table, "llamacpp_speed"),
+    (
+        "measurements/serving",
+        engine_speed_table,
+        "engine_speed_vllm engine_speed_openvino",
+    ),
     ("versions", source_table, "layout_sources"),
     ("versions", proven_table, "proven"),
     ("measurements/rehearsal", rehearsal_table, "rehearsal"),
@@ -58,11 +64,16 @@ SHOWN: list[tuple[str, Callable[[Any], str], str]] = [
     ("measurements/curves", comparison_table, "compare_chosen"),
     ("measurements/on-policy", comparison_table, "compare_on_policy compare_on_policy_chat"),
     ("measurements/heads", comparison_table, "compare_heads compare_heads_chat"),
-    ("measurements/blocks", comparison_table, "compare_blocks compare_blocks_chat"),
+    (
+        "measurements/blocks",
+        comparison_table,
+        "compare_blocks compare_blocks_chat compare_smollm2_blocks",
+    ),
     (
         "measurements/training-runs",
         comparison_table,
-        "compare_smollm2 compare_smollm2_methods compare_smollm2_curve compare_smollm2_text",
+        "compare_smollm2 compare_smollm2_methods compare_smollm2_rest compare_smollm2_curve "
+        "compare_smollm2_text",
     ),
     ("measurements/methods", comparison_table, "compare_sources"),
     ("measurements/drafters", comparison_table, "compare_self"),
