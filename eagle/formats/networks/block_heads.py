@@ -93,7 +93,8 @@ FOREIGN_KEYS = (  # of any section, which change what is computed
     *("attention_value_scale", "attention_sink_bias", "add_swa_attention_sink_bias"),
     *("output_multiplier", "final_logit_softcapping", "input_embedding_scale"),
 )
-FACTORS = {"output_multiplier": 1, "input_embedding_scale": 1}  # the values that change nothing
+# factors, of which 1 changes nothing
+FACTORS = {"output_multiplier": 1, "input_embedding_scale": 1, "attention_value_scale": 1}
 MODELOPT_KEYS = {"use_swa", "use_confidence_head"}  # which ModelOpt alone writes
 MASK_ROW = "mask_embedding.pt"  # holds a trained embedding of the mask token
 # how `inspect` prints which token a slot of a block predicts
@@ -243,18 +244,25 @@ def _read_window(head: HeadFolder, blocks: int) -> Config:
     size = _first_not_none(nested.read("swa_window_size"), block.read("sliding_window"))  # tokens
     # the transformer blocks with a window
     indices = [index for index, kind in enumerate(types) if kind == SLIDING]
-    # ModelOpt leaves layer_types as they were, and all layers slide
-    if nested.read("use_swa"):
+    non_causal = keys.read("sliding_window_non_causal")
+    # all layers slide where layer_types name none, as ModelOpt leaves them; vLLM then takes no block as causal
+    if nested.read("use_swa") and not indices:
         indices = list(range(blocks))
+        non_causal = True
     if len(types) != blocks:
         head.problem(f"config.json: {len(types)} layer_types for {blocks} layers", FROM_RUN)
     if indices and size is None:
         head.problem("config.json: layers slide, and no sliding_window says how far", FROM_RUN)
-    non_causal = keys.read("sliding_window_non_causal")
     # speculators has another default for DFlash2
     if non_causal is None and head.layout == SPECULATORS:
         non_causal = head.method == DFLASH2
-    causal = _first_not_none(block.read("is_causal"), keys.read("is_causal"), nested.read("causal"))
+    # the last is a name in heads for Nemotron, beside `causal`
+    causal = _first_not_none(
+        block.read("is_causal"),
+        keys.read("is_causal"),
+        nested.read("causal"),
+        keys.read("dflash_query_causal"),
+    )
     # no window: without a key all slots of a block see one another
     if not indices or size is None:
         return {"causal": bool(causal)}

@@ -93,8 +93,8 @@ KEYS_READ = {  # the keys that are read, by the kind of their values
     "true or false": "bias attention_bias mlp_bias qkv_bias tie_word_embeddings tie_weights scale_input norm_before_fc "
     "norm_before_residual fc_norm norm_output use_mtp_layernorm use_input_layernorm_in_first_layer "
     "use_aux_hidden_state use_sliding_window sliding_window_non_causal use_swa is_causal causal sample_from_anchor "
-    "dspark_bonus_anchor shift_label enable_confidence_head use_confidence_head grounded_heads original_lm_head "
-    "is_neox_style rope_is_neox_style lilicorr_enabled",
+    "dflash_query_causal dspark_bonus_anchor shift_label enable_confidence_head use_confidence_head grounded_heads "
+    "original_lm_head is_neox_style rope_is_neox_style lilicorr_enabled",
     "a text": "hidden_act hydra_head_arch markov_head_type name_or_path base_model_name_or_path",
     "a mapping": "shape transformer_layer_config settings eagle_config dflash_config medusa speculators_config "
     "verifier rope_parameters rope_scaling",

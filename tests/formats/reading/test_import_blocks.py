@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from eagle.drafters.parts.window import Window
 from eagle.formats.checkpoint import load_head
 from eagle.formats.reading.foreign import import_head, inspect, read_head
 from tests import foreign_heads as made
@@ -106,6 +107,57 @@ def test_deepspecs_opposite_key_is_enough(bonus: bool, tmp_path: Path) -> None:
     folder = made.write(tmp_path / "head", deepspec(dspark_bonus_anchor=bonus))
     head: Any = read_head(folder, made.write_target(tmp_path / "target"))
     assert head.settings.sample_from_anchor is not bonus
+
+
+@pytest.mark.parametrize(
+    ("nested", "causal"),
+    [({}, True), ({"causal": True}, True), ({"causal": False}, False)],
+)
+def test_another_name_of_causal_blocks_is_read(
+    nested: dict[str, Any],
+    causal: bool,
+    tmp_path: Path,
+) -> None:
+    """Heads for Nemotron have both; `causal` decides, as vLLM reads it alone."""
+    made_head = zlab(dflash_query_causal=True, dflash_config=nested)
+    folder = made.write(tmp_path / "head", made_head)
+    head: Any = read_head(folder, made.write_target(tmp_path / "target"))
+    assert head.settings.causal is causal
+    assert "dflash_query_causal" not in str(inspect(folder))
+
+
+# of a config: layer_types, the blocks that slide by it, and which of them are causal
+FORCED: list[tuple[list[str], tuple[int, ...] | None, bool | str]] = [
+    (["full_attention"] * 2, None, False),
+    (["sliding_attention"] * 2, None, "window"),
+    (["sliding_attention", "full_attention"], (0,), "window"),
+]
+
+
+@pytest.mark.parametrize(("types", "blocks", "causal"), FORCED)
+def test_use_swa_is_read_as_vllm_reads_it(
+    types: list[str],
+    blocks: tuple[int, ...] | None,
+    causal: bool | str,
+    tmp_path: Path,
+) -> None:
+    """MiMo's config does not say whether blocks are causal; layer_types that name sliding layers decide."""
+    made_head = zlab(layer_types=types, sliding_window=9, dflash_config={"use_swa": True})
+    folder = made.write(tmp_path / "head", made_head)
+    head: Any = read_head(folder, made.write_target(tmp_path / "target"))
+    assert head.settings.window == Window(recent=9)
+    assert (head.settings.window_blocks, head.settings.causal) == (blocks, causal)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["output_multiplier", "input_embedding_scale", "attention_value_scale"],
+)
+def test_a_factor_is_refused_unless_it_is_one(name: str, tmp_path: Path) -> None:
+    """As the multiplication by one changes nothing."""
+    assert read_head(made.write(tmp_path / "one", zlab(dflash_config={name: 1.0})))
+    folder = made.write(tmp_path / "other", zlab(dflash_config={name: 0.5}))
+    assert_refused(folder, f"{name} is 0.5, which no block here can be")
 
 
 def test_sample_from_anchor_must_be_written_for_engines(tmp_path: Path) -> None:
