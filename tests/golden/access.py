@@ -86,11 +86,9 @@ ON_TWO_LAYERS = {"taps": [0, 1, -1]}
 TRAINED = [name for name, method in DRAFTERS.items() if issubclass(method, TrainableDrafter)]
 FAMILIES = [*families.FAMILIES, *families.OTHER_MEANS]
 UNTRAINED = [name for name in DRAFTERS if name not in TRAINED]
-# by default the lattice is 1,024 wide whatever the target's width, and a step takes a minute
-SMALL = {"lilicorr": {"hidden_size": 32, "factor_dim": 16}}
 # every method as it is by default, and switches that change what is drafted
 DECODED: dict[str, dict[str, Any]] = {
-    **{name: {"kind": name, **SMALL.get(name, {})} for name in TRAINED},
+    **{name: {"kind": name} for name in TRAINED},
     "eagle3": {
         "kind": "eagle3",
         **ON_TWO_LAYERS,

@@ -85,9 +85,8 @@ def is_nearly(metrics: dict[str, Any], others: dict[str, Any]) -> bool:
 
 
 def train_method(folder: Path, name: str, out: Path) -> dict[str, Any]:
-    """Train a method as it is by default, or with a small network where that is a large one."""
-    settings = {"kind": name, **access.SMALL.get(name, {})}
-    return train(folder, f"drafter={json.dumps(settings)}", out=out)
+    """Train a method as it is by default."""
+    return train(folder, f"drafter={{kind: {name}}}", out=out)
 
 
 def train(folder: Path, *overrides: str, out: Path) -> dict[str, Any]:

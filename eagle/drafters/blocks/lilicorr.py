@@ -38,6 +38,7 @@ from eagle.drafters.blocks.injected_state import InjectedState
 from eagle.drafters.parts.decoder_block import STD, Linears, Norm, NormedBlock
 from eagle.drafters.parts.objectives import ROWS, Loss
 
+LARGEST_WIDTH = 1024  # of the lattice by default, as published
 FEATURES = 5  # numbers that tell the lattice how likely DFlash's part finds a candidate
 
 
@@ -49,11 +50,13 @@ class LiLiCorrSettings(ComparedSettings):
     loss: Loss = "tokens"
     linears: Linears = "normal"
     candidate_topk: int = Field(8, ge=1)  # number of candidates of a slot: its likeliest tokens
-    hidden_size: int = Field(1024, ge=1)  # width of the lattice's transformer
+    # width of the lattice's transformer; by default the target's, at most the published 1024
+    hidden_size: int | None = Field(None, ge=1)
     num_layers: int = Field(2, ge=1)  # number of its layers
     num_heads: int = Field(8, ge=1)  # number of its attention heads
     mlp_ratio: float = Field(2.0, gt=0)  # width of its MLPs, in hidden sizes
-    factor_dim: int = Field(1024, ge=1)  # width of the vectors whose cosines are scores
+    # width of the vectors whose cosines are scores; by default that of the transformer
+    factor_dim: int | None = Field(None, ge=1)
     logit_scale: float = Field(8.0, gt=0)  # factor from a cosine to a score
     vector_eps: float = Field(1e-4, gt=0, lt=0.5)  # the least norm that such a vector is divided by
     w_ce: float = Field(0.25, ge=0)  # weight of the cross-entropy of the choice among candidates
@@ -67,10 +70,17 @@ class LiLiCorrSettings(ComparedSettings):
     conv_kernel_size: int | None = Field(None, ge=1)
     conv_group_size: int | None = Field(None, ge=1)
 
+    def find_widths(self, hidden_size: int) -> tuple[int, int]:
+        """Return `hidden_size` and `factor_dim` of the lattice, for a target of this hidden size."""
+        # attention heads are equally wide
+        heads = self.num_heads
+        width = self.hidden_size or max(min(hidden_size, LARGEST_WIDTH) // heads, 1) * heads
+        return width, self.factor_dim or width
+
     @model_validator(mode="after")
     def _check_sizes(self) -> LiLiCorrSettings:
         """Refuse sizes that do not fit to one another."""
-        if self.hidden_size % self.num_heads:
+        if (self.hidden_size or 0) % self.num_heads:
             raise ValueError(
                 f"num_heads is {self.num_heads}, expected a divisor of hidden_size, {self.hidden_size}"
             )
@@ -113,9 +123,8 @@ class LatticeAttention(nn.MultiheadAttention):
 class LatticeLayer(nn.Module):
     """A transformer layer in which every candidate of a block sees all others, also those of later slots."""
 
-    def __init__(self, settings: LiLiCorrSettings, eps: float) -> None:
+    def __init__(self, settings: LiLiCorrSettings, width: int, eps: float) -> None:
         super().__init__()
-        width = settings.hidden_size
         self.attn_norm = Norm(width, eps)
         self.attn = LatticeAttention(width, settings.num_heads)
         self.mlp_norm = Norm(width, eps)
@@ -134,7 +143,7 @@ class LatticeScorer(nn.Module):
         super().__init__()
         self.settings = settings
         inputs = shape.hidden_size
-        width = settings.hidden_size
+        width, factor_dim = settings.find_widths(inputs)
         eps = shape.rms_norm_eps
         # the names and shapes of weights are those of the published checkpoints
         self.token_proj = nn.Identity() if inputs == width else nn.Linear(inputs, width)
@@ -148,13 +157,15 @@ class LatticeScorer(nn.Module):
         self.relative_slot_bias = nn.Parameter(torch.zeros(settings.num_heads, distances))
         self.same_slot_bias = nn.Parameter(torch.zeros(settings.num_heads))
         self.context_proj = nn.Linear(inputs, width)
-        self.layers = nn.ModuleList(LatticeLayer(settings, eps) for _ in range(settings.num_layers))
+        self.layers = nn.ModuleList(
+            LatticeLayer(settings, width, eps) for _ in range(settings.num_layers)
+        )
         self.output_norm = Norm(width, eps)
         self.anchor_norm = Norm(width, eps)
         self.factor_input_proj = nn.Linear(3 * width, width)
-        self.out_head = nn.Linear(width, settings.factor_dim)
-        self.in_head = nn.Linear(width, settings.factor_dim)
-        self.anchor_out_head = nn.Linear(width, settings.factor_dim)
+        self.out_head = nn.Linear(width, factor_dim)
+        self.in_head = nn.Linear(width, factor_dim)
+        self.anchor_out_head = nn.Linear(width, factor_dim)
 
     def attention_bias(self, levels: int, count: int) -> Tensor:
         """Return the bias [heads, T, T] of a candidate's attention (first) to another, by the distance of their slots.
@@ -283,8 +294,11 @@ class LiLiCorr(ComparedBlocks):
     settings: LiLiCorrSettings
 
     def __init__(self, settings: LiLiCorrSettings, shape: HeadShape) -> None:
-        super().__init__(settings, shape)
-        self.lilicorr = LatticeScorer(settings, shape, self.levels)
+        hidden_size, factor_dim = settings.find_widths(shape.hidden_size)
+        # resolved, as readers of a checkpoint have no defaults
+        widths = {"hidden_size": hidden_size, "factor_dim": factor_dim}
+        super().__init__(settings.model_copy(update=widths), shape)
+        self.lilicorr = LatticeScorer(self.settings, shape, self.levels)
 
     def make_block(self, shape: HeadShape) -> NormedBlock:
         """Return a new transformer block, with convolutions over the slots of a block of tokens if settings say so."""
