@@ -80,6 +80,9 @@ def check_loss_falls(make: Make, target: Target, batch: Batch) -> None:
     last = losses[-1]
     # a term that does not fall trains nothing
     for term in first.keys() - NOT_FALLING:
+        # of a new head that proposes no token of the batch, the loss of choosing among proposals is 0
+        if not first[term]:
+            continue
         max_share = MAX_LOSS.get(term, 1.0)
         if not last[term] < first[term] * max_share:
             raise Fault(

@@ -84,6 +84,9 @@ def list_removals(wiring: Wiring) -> list[Probe]:
     for ending, branch in BRANCHES.items():
         for name in find_tensors(wiring.head, f"{ending}.weight"):
             block = name.removesuffix(f".{ending}.weight")
+            # LiLiCorr's lattice only chooses among good tokens, which one layer of it or a short training may do
+            if block.startswith("lilicorr."):
+                continue
             # with zeros in its last matrix a branch adds nothing
             fault = f"the {branch} of {block} does nothing that helps"
             probes.append(Probe("ablation", fault, map_tensors([name], torch.zeros_like)))

@@ -35,8 +35,8 @@ from eagle.drafters.blocks.candidates import (
 from eagle.drafters.blocks.convolved_block import ConvolvedBlock, check_kernel
 from eagle.drafters.blocks.injected_head import ANCHORS_AT_ONCE
 from eagle.drafters.blocks.injected_state import InjectedState
-from eagle.drafters.parts.decoder_block import STD, Linears, Norm, NormedBlock
-from eagle.drafters.parts.objectives import ROWS, Loss
+from eagle.drafters.parts.decoder_block import STD, Norm, NormedBlock
+from eagle.drafters.parts.objectives import ROWS
 
 LARGEST_WIDTH = 1024  # of the lattice by default, as published
 FEATURES = 5  # numbers that tell the lattice how likely DFlash's part finds a candidate
@@ -46,9 +46,6 @@ class LiLiCorrSettings(ComparedSettings):
     """Settings of the head in a recipe."""
 
     kind: Literal["lilicorr"] = "lilicorr"
-    # as published: cross-entropy with the tokens of the data, and initial weights N(0, 0.02)
-    loss: Loss = "tokens"
-    linears: Linears = "normal"
     candidate_topk: int = Field(8, ge=1)  # number of candidates of a slot: its likeliest tokens
     # width of the lattice's transformer; by default the target's, at most the published 1024
     hidden_size: int | None = Field(None, ge=1)
@@ -201,7 +198,9 @@ class LatticeScorer(nn.Module):
         # x = token + state + MLP(norm(features)) + slot + rank
         x = self.token_proj(embedded) + self.pass_hidden_proj(states)[:, :, None]
         x = x + self.feature_mlp(self.feature_norm(features.to(states.dtype)))
-        x = x + self.slot_embedding[0] + self.rank_embedding[0, :, :, :count]
+        # the doctor also tries a level more than there are embeddings, which reads the last one
+        slots = torch.arange(levels, device=x.device).clamp(max=self.slot_embedding.shape[2] - 1)
+        x = x + self.slot_embedding[0, :, slots] + self.rank_embedding[0, :, :, :count]
         x = x.flatten(1, 2)
         bias = self.attention_bias(levels, count)
         for layer in self.layers:
