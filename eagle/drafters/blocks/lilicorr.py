@@ -164,6 +164,13 @@ class LatticeScorer(nn.Module):
         self.in_head = nn.Linear(width, factor_dim)
         self.anchor_out_head = nn.Linear(width, factor_dim)
 
+    def embed_slots(self, levels: int) -> Tensor:
+        """Return the embeddings [1, K, 1, W] of K slots."""
+        # the doctor also tries a level more than there are embeddings, which reads the last one
+        last = self.slot_embedding.shape[2] - 1
+        slots = torch.arange(levels, device=self.slot_embedding.device).clamp(max=last)
+        return self.slot_embedding[0, :, slots]
+
     def attention_bias(self, levels: int, count: int) -> Tensor:
         """Return the bias [heads, T, T] of a candidate's attention (first) to another, by the distance of their slots.
 
@@ -198,9 +205,7 @@ class LatticeScorer(nn.Module):
         # x = token + state + MLP(norm(features)) + slot + rank
         x = self.token_proj(embedded) + self.pass_hidden_proj(states)[:, :, None]
         x = x + self.feature_mlp(self.feature_norm(features.to(states.dtype)))
-        # the doctor also tries a level more than there are embeddings, which reads the last one
-        slots = torch.arange(levels, device=x.device).clamp(max=self.slot_embedding.shape[2] - 1)
-        x = x + self.slot_embedding[0, :, slots] + self.rank_embedding[0, :, :, :count]
+        x = x + self.embed_slots(levels) + self.rank_embedding[0, :, :, :count]
         x = x.flatten(1, 2)
         bias = self.attention_bias(levels, count)
         for layer in self.layers:
