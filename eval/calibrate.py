@@ -70,24 +70,20 @@ def fit_temperatures(logits: Tensor, accepted: Tensor) -> dict[str, Any]:
     """
     logits = logits.double()
     levels = logits.shape[1]
-    # [n, K], whether a draft was accepted down to each level
-    labels = torch.arange(levels) < accepted[:, None]
     survival = torch.ones(len(logits), dtype=torch.float64)
-    temperatures = []
-    errors = []
+    temperatures: list[float] = []
     for level in range(levels):
         # [41, n], under each temperature of this level and the chosen ones of the levels above
         candidates = survival * (logits[:, level] / TEMPERATURES[:, None]).sigmoid()
-        level_errors = [calibration_error(probs, labels[:, level]) for probs in candidates]
+        level_errors = [calibration_error(probs, accepted > level) for probs in candidates]
         best = min(range(len(level_errors)), key=level_errors.__getitem__)
         survival = candidates[best]
         temperatures.append(float(TEMPERATURES[best]))
-        errors.append(level_errors[best])
     return {
         "temperatures": temperatures,
         "num_samples": len(logits),
         "ece_before": survival_error(logits, accepted, [1.0] * levels),
-        "ece_after": sum(errors) / levels,
+        "ece_after": survival_error(logits, accepted, temperatures),
     }
 
 

@@ -29,6 +29,8 @@ class Parts:
     halves: tuple[tuple[str, ...], ...] = ()
     # pairs of parameters of equal shape outside the decoder blocks, which can be exchanged
     alike: tuple[tuple[str, str], ...] = ()
+    # modules that only choose among good drafts: without a part of one a head may draft as well
+    choosing: tuple[str, ...] = ()
     tokens: tuple[str, ...] = ()  # settings whose value is a token id
     # how many levels one forward drafts in parallel; None if each level reads the token of the level before
     levels: int | None = None

@@ -84,8 +84,7 @@ def list_removals(wiring: Wiring) -> list[Probe]:
     for ending, branch in BRANCHES.items():
         for name in find_tensors(wiring.head, f"{ending}.weight"):
             block = name.removesuffix(f".{ending}.weight")
-            # LiLiCorr's lattice only chooses among good tokens, which one layer of it or a short training may do
-            if block.startswith("lilicorr."):
+            if block.startswith(tuple(f"{module}." for module in wiring.head.parts.choosing)):
                 continue
             # with zeros in its last matrix a branch adds nothing
             fault = f"the {branch} of {block} does nothing that helps"

@@ -192,21 +192,21 @@ class TextPieces:
             The tokens with those of the text, and the bytes at its end that are a character's beginning: no tokenizer
             can split them before the rest comes.
         """
-        held = b""
+        pending = b""
         for is_special, group in groupby(pieces, self.special.__contains__):
             if is_special:
                 tokens = tokens + [self.special[name] for name in group]
-                held = b""
+                pending = b""
             else:
                 text = b"".join(part.encode() if isinstance(part, str) else part for part in group)
                 # bytes that are no text are left out
                 decoder = codecs.getincrementaldecoder("utf-8")("ignore")
                 text = decoder.decode(text).encode()
-                held = decoder.getstate()[0]
+                pending = decoder.getstate()[0]
                 tokens = self._append_text(tokens, text[overlap or 0 :], overlap is not None)
             # only the beginning overlaps
             overlap = overlap and 0
-        return tokens, held
+        return tokens, pending
 
     def _append_text(self, tokens: list[int], text: bytes, fixed: bool) -> list[int]:
         """Return some tokens with those of the text that follows, as `append` does, without special tokens.
@@ -219,22 +219,22 @@ class TextPieces:
         while start > first and tokens[start - 1] not in self.special.values():
             start -= 1
         # pieces of special tokens are their names, and there are none here
-        known = [piece for piece in self.read(tokens[start:]) if isinstance(piece, bytes)]
-        whole = (b"".join(known) + text).decode(errors="ignore")
+        split_before = [piece for piece in self.read(tokens[start:]) if isinstance(piece, bytes)]
+        whole = (b"".join(split_before) + text).decode(errors="ignore")
         encoded = self.tokenizer.encode(whole, add_special_tokens=False)
         # Boundaries are compared by the bytes that follow them: what precedes may differ, as SentencePiece puts a space
         # before the first word.
-        sizes = accumulate(map(len, reversed(known)), initial=len(text))
+        sizes = accumulate(map(len, reversed(split_before)), initial=len(text))
         # bytes after a boundary -> the tokens before it
-        kept = {
+        tokens_before = {
             left: len(tokens) - back for back, left in enumerate(sizes) if not back or not fixed
         }
         new_sizes = [*accumulate(map(len, reversed(self.read(encoded))))]
         for index, left in enumerate(reversed(new_sizes)):
             # the first token is not trusted where the lookbehind may have cut a word
-            if left in kept and (index or not start == first > 0):
-                return tokens[: kept[left]] + encoded[index:]
-        return tokens if fixed and known else tokens[:start] + encoded
+            if left in tokens_before and (index or not start == first > 0):
+                return tokens[: tokens_before[left]] + encoded[index:]
+        return tokens if fixed and split_before else tokens[:start] + encoded
 
 
 class TextState:
@@ -244,16 +244,16 @@ class TextState:
     draft is split by the target's. Drafts have no probs, so the target accepts the tokens that it chooses itself.
     """
 
-    def __init__(self, state: Any, own: TextPieces, target: TextPieces) -> None:
+    def __init__(self, state: Any, draft: TextPieces, target: TextPieces) -> None:
         """Begin without rows.
 
         Args:
             state: The draft model's state of several sequences, in its own tokens, with `rewind`.
-            own: The draft model's tokenizer.
+            draft: The draft model's tokenizer.
             target: The target's.
         """
         self.state = state
-        self.own = own
+        self.draft = draft
         self.target = target
         # by row: the target's last tokens, the root included; the draft model's tokens of the whole sequence; and the
         # last bytes of the target's that they lack, the beginning of a character
@@ -283,22 +283,24 @@ class TextState:
             updates: By row, the tokens that the target has committed since the last call, and the new root.
             budgets: By row, the limits on its tree.
         """
-        own_updates = {}
+        draft_updates = {}
         for row, update in updates.items():
-            recent, tokens, held = self.rows[row]
+            recent, tokens, pending = self.rows[row]
             # the first token of a later update is the last root
             new = [*update.tokens.tolist(), update.root][bool(recent) :]
-            tokens, held = self.own.append(tokens, [held, *self.target.read(new)])
-            self.rows[row] = ([*recent, *new][-LOOKBEHIND:], tokens, held)
+            tokens, pending = self.draft.append(tokens, [pending, *self.target.read(new)])
+            self.rows[row] = ([*recent, *new][-LOOKBEHIND:], tokens, pending)
             if tokens:
                 # the last token that stays counts as the last root
-                kept = max(self.state.rewind(row, tokens), 1)
-                own_updates[row] = Committed(torch.tensor(tokens[kept - 1 : -1]), None, tokens[-1])
-        own_trees = self.state.propose(own_updates, budgets)
+                common = max(self.state.rewind(row, tokens), 1)
+                draft_updates[row] = Committed(
+                    torch.tensor(tokens[common - 1 : -1]), None, tokens[-1]
+                )
+        draft_trees = self.state.propose(draft_updates, budgets)
         trees = {}
         for row, update in updates.items():
             # a sequence without a whole character cannot be read
-            paths = self._translate(row, own_trees[row]) if row in own_trees else []
+            paths = self._translate(row, draft_trees[row]) if row in draft_trees else []
             budget = budgets[row]
             tree = DraftTree.from_paths(update.root, [path[: budget.depth] for path in paths])
             # parents come before their children, so the first nodes are a tree
@@ -308,11 +310,11 @@ class TextState:
 
     def _translate(self, row: int, tree: DraftTree) -> list[list[int]]:
         """Return the paths of a tree of the draft model's tokens in tokens of the target, without the root."""
-        recent, _, held = self.rows[row]
+        recent, _, pending = self.rows[row]
         paths = []
         # a node that is no parent ends a path
         for leaf in sorted({*range(1, len(tree))}.difference(tree.parents.tolist())):
-            pieces = self.own.read(tree.tokens[tree.path(leaf)[1:]].tolist())
-            tokens, _ = self.target.append(recent, pieces, overlap=len(held))
+            pieces = self.draft.read(tree.tokens[tree.path(leaf)[1:]].tolist())
+            tokens, _ = self.target.append(recent, pieces, overlap=len(pending))
             paths.append(tokens[len(recent) :])
         return paths

@@ -281,9 +281,9 @@ class LatticeLevels(CandidateLevels):
 
     def score(self, depth: int, rows: list[int], tokens: Tensor, candidates: Candidates) -> Tensor:
         """Return the scores [B, R, k] of a level's candidates; the arguments are those of `CandidateLevels.score`."""
-        before = self.head.as_tokens(pick_rows(self.tokens[:, depth - 1], rows))  # [B, k]
+        parents = self.head.as_tokens(pick_rows(self.tokens[:, depth - 1], rows))  # [B, k]
         # the scores after a root are the same in all rows
-        matches = (tokens[..., None] == before[:, None]) | (depth == 0)
+        matches = (tokens[..., None] == parents[:, None]) | (depth == 0)
         return follow(pick_rows(self.lattice[:, depth], rows), candidates[0][:, 0], matches)
 
 
@@ -331,9 +331,8 @@ class LiLiCorr(ComparedBlocks):
     @property
     def parts(self) -> Parts:
         """The weights that a faulty conversion could swap: those of a block head, and the lattice's two factors."""
-        return replace(
-            super().parts, alike=(("lilicorr.out_head.weight", "lilicorr.in_head.weight"),)
-        )
+        factors = ("lilicorr.out_head.weight", "lilicorr.in_head.weight")
+        return replace(super().parts, alike=(factors,), choosing=("lilicorr",))
 
     @property
     def candidate_count(self) -> int:
