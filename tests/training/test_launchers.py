@@ -89,8 +89,13 @@ def compare(out: Path, plain: Path, dtype: str) -> None:
     for name, tensor in weights(out).items():
         # a head is saved in fp32, whatever it is trained in
         assert tensor.dtype in (torch.float32, torch.int64, torch.bool)
-        difference = (tensor.double() - others[name].double()).abs().mean()
-        assert difference < WEIGHTS[dtype]
+        difference = (tensor.double() - others[name].double()).abs()
+        if name.endswith("attn.in_proj_bias"):
+            # softmax ignores the keys' bias: its gradient is rounding, and Adam makes whole steps of that
+            query, _, value = difference.chunk(3)
+            difference = torch.cat((query, value))
+        difference = difference.mean()
+        assert difference < WEIGHTS[dtype], (out.name, name)
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.long)])

@@ -62,9 +62,9 @@ class LiLiCorrSettings(ComparedSettings):
     margin: float = Field(2.0, gt=0)  # that margin, in scores
     # weight of the penalty for candidates to which the target gives smaller logits
     w_pen: float = Field(0.25, ge=0)
-    # convolutions as DFlash2 has them: number of slots that one reads, and of channels that share a kernel; both or
-    # neither
+    # number of slots that a convolution reads, as in DFlash2; null for no convolutions
     conv_kernel_size: int | None = Field(None, ge=1)
+    # number of channels that share a kernel; to be set together with conv_kernel_size
     conv_group_size: int | None = Field(None, ge=1)
 
     def find_widths(self, hidden_size: int) -> tuple[int, int]:
