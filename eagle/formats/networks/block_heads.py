@@ -502,6 +502,14 @@ def _read_correction(head: HeadFolder) -> Config:
             f"config.json: enable_confidence_head is true, and {CONFIDENCE} is missing",
             "Copy it again",
         )
+    # SpecForge's default; DeepSpec, speculators and ModelOpt also give it the code of the token before
+    reads_state = _side(head, CONFIDENCE, 1) == head.shape["hidden_size"]
+    if reads_state and kind not in ("domino", "none"):
+        head.problem(
+            f"{CONFIDENCE} reads states alone, and beside a Markov head none here does",
+            "Train it with confidence_head_with_markov, or import it without a confidence: remove confidence_head.proj "
+            "and enable_confidence_head",
+        )
     return correction
 
 

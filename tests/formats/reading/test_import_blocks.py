@@ -227,6 +227,7 @@ DAMAGED: list[tuple[str, dict[str, Any], str]] = [
     ("DSpark", {"markov_head.markov_w2.weight": None}, "markov_w2.weight is missing"),
     ("DSpark", {"dflash_config/markov_rank": 5}, "is 5, the tensors have 4"),
     ("DSpark", {"dflash_config/markov_head_type": "rnn"}, "are vanilla"),
+    ("DSpark", {"confidence_head.proj.weight": made.drawn(1, H)}, "reads states alone"),
     ("DSpark, flat", {"confidence_proj.weight": None}, "enable_confidence_head is true"),
     (
         "DSpark, flat",
