@@ -28,6 +28,7 @@ from eagle.doctor.changes import (
 )
 from eagle.doctor.wiring import Wiring, draft_ids, find_tensors
 from eagle.drafters.parts.decoder_block import Rotary
+from eagle.formats.reading.config_keys import USUAL_THETA
 from eagle.target.target import Target
 
 # What each check below yields: kind, fault and change, the fields of a `Probe`. It takes the head, the head with its
@@ -365,6 +366,8 @@ def _list_ropes(
         yield "rope", f"that of the target: {target_theta:g}", {**current, THETA: target_theta}
         yield "rope", "theta and scaling of the target", of_target
         yield "rope", "scaled as the target's", {**of_target, THETA: theta}
+    # ModelOpt may train with it whatever the target has, and export the target's
+    yield GUESS, f"that of a config without one: {USUAL_THETA:g}", {**current, THETA: USUAL_THETA}
     yield GUESS, f"ten times lower: {theta / 10:g}", {**current, THETA: theta / 10}
     yield GUESS, f"ten times higher: {theta * 10:g}", {**current, THETA: theta * 10}
     yield GUESS, "no scaling", {"rope_type": "default", THETA: theta}

@@ -242,6 +242,24 @@ FAULTS: list[tuple[str, Edit, str]] = [
 ]
 
 
+def test_the_base_of_a_config_without_one_is_tried(
+    target: Target, texts: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A head that was trained with 10,000 may state the target's base, as ModelOpt's exports do."""
+    head = random_head("dflash", target, texts)
+    whole = compute_logits(Wiring(head, target.head), texts)
+    theirs = {"rope_type": "default", "rope_theta": 1e6}
+    # not the dict itself, which the head shares
+    monkeypatch.setattr(target.config, "rope_parameters", theirs)
+    by_probe("rope theta is 10000 (default), expected that of the target")(head, target)
+    wiring = Wiring(head, target.head)
+    # else the probe would have nothing to undo
+    assert not torch.allclose(compute_logits(wiring, texts), whole, atol=1e-4)
+    probe = find_probe(head, target, "rope theta is 1e+06 (default), expected that of a config")
+
+    assert torch.equal(compute_logits(probe.change(wiring), texts), whole)
+
+
 @pytest.mark.parametrize(("name", "edit", "fault"), FAULTS)
 def test_a_fault_is_undone_by_the_probe_that_names_it(
     name: str,
