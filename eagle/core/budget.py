@@ -180,6 +180,8 @@ def describe_budget(budget: Mapping[str, Any]) -> str:
     # default, is not mentioned.
     draw = budget.get("draw", "noise")
     how = "" if draw == "noise" else f", draw {draw}"
+    if budget.get("confidence") is not None:
+        how += f", confidence from {budget['confidence']:g}"
     if budget.get("paths"):
         return f"fixed tree of {nodes} nodes, depth {depth}{how}"
     # one child for each node, or a single node: a chain, which ends at the smaller of both limits

@@ -289,6 +289,8 @@ class BudgetSection(Section):
     draw: Literal["noise", "likeliest", "sampled"] | None = None
     # [sharpness](../trees.md#sharpness-of-dynamic-trees) of dynamic trees; 1 is EAGLE-2's rule
     sharpness: float | None = Field(None, gt=0)
+    # least predicted acceptance rate at which a token gets successors, for heads with a confidence output
+    confidence: float | None = Field(None, ge=0, le=1)
 
 
 class MeasuredSection(Section):

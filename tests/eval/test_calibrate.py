@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,14 @@ import torch
 from torch import Tensor
 
 from eagle import Sampling, Target, generate
-from eagle.core.budget import Budget
+from eagle.core.budget import Budget, describe_budget
 from eagle.core.tree import chain_paths
 from eagle.drafters.blocks.dspark import DSpark
 from eagle.formats.checkpoint import TEMPERATURES, load_head, save_head
 from eagle.formats.export import export
+from eagle.recipe import BudgetSection
 from eval.calibrate import collect_confidences, fit_temperatures, survival_error
+from eval.load_run import budget_of
 from eval.replay import answer
 from tests.families import build
 
@@ -149,6 +152,16 @@ def test_replayed_confidences_are_those_of_decoding() -> None:
     for row, cycle in zip(logits, inside, strict=True):
         assert cycle.tree.confidences is not None
         assert row.tolist() == pytest.approx(cycle.tree.confidences[1:].tolist(), abs=1e-4)
+
+
+def test_a_recipe_sets_the_threshold() -> None:
+    """It stands beside the shape, and a probability is expected."""
+    section = BudgetSection(paths=chain_paths(3), confidence=0.4)
+    budget = budget_of(section)
+    assert budget == Budget.fixed(chain_paths(3), confidence=0.4)
+    assert describe_budget(asdict(budget)).endswith(", confidence from 0.4")
+    with pytest.raises(ValueError, match="confidence"):
+        BudgetSection(confidence=1.4)
 
 
 def test_the_file_is_read_exported_and_checked(tmp_path: Path) -> None:
