@@ -1,30 +1,42 @@
 """Compare both lossless rules for sampled drafts: `python -m tests.core.compare_rules --out FILE`.
 
 Expected numbers of accepted tokens are enumerated on small trees, over random pairs of a target and a draft. With
-`--target` and `--head`, both rules also decode prompts at temperature 1.
+`--target`, `--head` and `--prompts`, a head drafts at temperature 1, and the expectations of both rules are enumerated
+on each of its drafts.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache, partial
 from itertools import product
 from pathlib import Path
-from time import process_time
 from typing import Any
 
 from bench.machine import made_on, markdown, write_results
 from eagle import Budget, Sampling, Target, generate, load_drafter
-from eagle.core.tree import PUBLISHED_TREE, chain_paths
-from eagle.core.verify import sample_block, sample_tree
+from eagle.core import verify as verification
+from eagle.core.tree import PUBLISHED_TREE, DraftTree, chain_paths
+from eagle.core.verify import Probs, sample_block, sample_tree
 from eagle.log import progress, script
-from eval.result_files.statistics import Estimate, column_sums, estimate_difference, format_number
+from eval.result_files.statistics import Estimate, estimate, format_number
 from tests.core.test_verify_law import random_laws
-from tests.enumerate_law import Laws, Rule, distance, drawn_trees, emitted, futures
+from tests.enumerate_law import (
+    Chance,
+    Laws,
+    Rule,
+    distance,
+    drawn_trees,
+    emitted,
+    every_outcome,
+    futures,
+)
 
 PAIRS = 100  # of random distributions of a target and a draft, for each shape
-SEEDS = 4  # of each prompt, since answers differ by chance
+SEEDS = 2  # of each prompt, since answers differ by chance
 NEW_TOKENS = 64
 RULES: dict[str, Rule] = {"token": sample_tree, "block": sample_block}
 # children of each node by depth, and vocabulary
@@ -41,13 +53,8 @@ DRAFTS = {
     "tree of 8": tuple(path for path in PUBLISHED_TREE if len(path) + max(path) < 4),
     "tree of 25": PUBLISHED_TREE,
 }
-Rows = dict[tuple[int, int], tuple[float, ...]]
-"""By prompt and seed: committed tokens, cycles, milliseconds, tokens."""
-# of the sums of a rule's rows
-METRICS = {
-    "acceptance length": lambda sums: sums[0] / sums[1],
-    "ms per token": lambda sums: sums[2] / sums[3],
-}
+Rows = dict[int, list[tuple[float, ...]]]
+"""By prompt, a row for each cycle: the expected accepted tokens of each rule, and 1."""
 
 
 def expect_accepted(target: Laws, draft: Laws, branching: Sequence[int]) -> dict[str, float]:
@@ -85,58 +92,70 @@ def enumerate_shape(branching: Sequence[int], vocab_size: int) -> dict[str, Any]
     }
 
 
-def decode(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the figures of both rules on the prompts, for each shape of drafts."""
+def measure_drafts(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the expected number of accepted tokens a cycle, by rule, on the same drafts of a head, for each shape."""
     target = Target.load(args.target, dtype="bfloat16")
     drafter = load_drafter(args.head, target)
     lines = args.prompts.read_text(encoding="utf-8").splitlines()[: args.count]
     prompts = [target.chat(json.loads(line)["turns"][0]) for line in lines]
-    decoded = {}
+    measured = {}
     for name, paths in DRAFTS.items():
-        rows: dict[str, Rows] = {rule: {} for rule in RULES}
+        budget = Budget.fixed(paths, "sampled")
+        rows: Rows = {}
         keys = list(product(range(len(prompts)), range(SEEDS)))
         for i, seed in progress(keys, name, len(keys), unit="answers"):
-            # the rules take turns at being first, so that other work on the machine slows both alike
-            for rule in sorted(RULES, reverse=seed % 2 == 1):
-                sampling = Sampling(1.0, seed=seed, request=i, rule=rule)
-                begun = process_time()
-                trace = generate(
+            sampling = Sampling(1.0, seed=seed, request=i)
+            with record_expected(rows.setdefault(i, [])):
+                generate(
                     target,
                     drafter,
                     prompts[i],
                     sampling=sampling,
                     max_new_tokens=NEW_TOKENS,
-                    budget=Budget.fixed(paths, "sampled"),
+                    budget=budget,
                 )
-                spent = 1000 * (process_time() - begun)
-                committed = sum(cycle.committed for cycle in trace.cycles)
-                rows[rule][i, seed] = (
-                    committed,
-                    len(trace.cycles),
-                    spent,
-                    len(trace.tokens),
-                )
-        decoded[name] = compare_rows(rows)
-    return decoded
+        # the cycles of a prompt are resampled together
+        figures = {
+            rule: estimate(rows, partial(mean_of, column)) for column, rule in enumerate(RULES)
+        }
+        figures["gain"] = estimate(rows, lambda sums: (sums[1] - sums[0]) / sums[2])
+        measured[name] = {"cycles": sum(map(len, rows.values())), **figures}
+    return measured
 
 
-def compare_rows(rows: dict[str, Rows]) -> dict[str, dict[str, Any]]:
-    """Return each metric of both rules, and the block rule's minus the token rule's, paired by prompt."""
-    compared = {}
-    for name, metric in METRICS.items():
-        figures = {}
-        for rule in RULES:
-            figures[rule] = metric(column_sums({rule: list(rows[rule].values())})[0]).item()
-        # the seeds of a prompt are resampled together
-        pairs = estimate_difference(
-            rows["token"],
-            rows["block"],
-            lambda key: key[0],
-            metric,
-        )
-        figures["difference"] = pairs.estimate
-        compared[name] = figures
-    return compared
+def mean_of(column: int, sums: Any) -> Any:
+    """Return the mean of a column over cycles, which the last column counts."""
+    return sums[column] / sums[-1]
+
+
+@contextmanager
+def record_expected(rows: list[tuple[float, ...]]) -> Iterator[None]:
+    """Append a row for each sampled draft that is verified: the expected accepted tokens of each rule, and 1.
+
+    The answer goes on as the token rule has it.
+    """
+
+    def verify_and_record(tree: DraftTree, target_probs: Probs, *options: Any, **named: Any) -> Any:
+        probs = lru_cache(None)(target_probs)
+        rows.append((*(expect_on_draft(rule, tree, probs) for rule in RULES.values()), 1.0))
+        return sample_tree(tree, probs, *options, **named)
+
+    verification.sample_tree = verify_and_record
+    try:
+        yield
+    finally:
+        verification.sample_tree = sample_tree
+
+
+def expect_on_draft(rule: Rule, tree: DraftTree, target_probs: Probs) -> float:
+    """Return the expected number of accepted tokens of a draft, over all coins that the rule may toss."""
+
+    def count_accepted(chance: Chance) -> int:
+        # the token after the accepted ones does not matter
+        path, _ = rule(tree, target_probs, chance.coin, lambda probs: 0)
+        return len(path) - 1
+
+    return sum(accepted * odds for accepted, odds in every_outcome(count_accepted))
 
 
 def law_table(results: dict[str, Any]) -> str:
@@ -159,27 +178,17 @@ def law_table(results: dict[str, Any]) -> str:
 
 
 def table(results: dict[str, Any]) -> str:
-    """Return the acceptance lengths of both rules as a Markdown table, with CPU time per token."""
-    header = ("sampled draft", "token", "block", "difference", "difference in ms per token")
+    """Return the expected numbers of accepted tokens on a head's drafts as a Markdown table."""
+    header = ("sampled draft", "cycles", *RULES, "gain")
     rows = []
-    for name, metrics in results["decoded"].items():
-        length = metrics["acceptance length"]
-        means = [f"{length[rule]:.2f}" for rule in RULES]
-        gain = format_number(Estimate(*length["difference"]))
-        cost = format_number(Estimate(*metrics["ms per token"]["difference"]), digits=1)
-        rows.append(
-            (
-                name,
-                *means,
-                gain,
-                cost,
-            )
-        )
+    for name, figures in results["measured"].items():
+        cells = [format_number(Estimate(*figures[key])) for key in (*RULES, "gain")]
+        rows.append((name, figures["cycles"], *cells))
     return markdown(header, rows)
 
 
 def main(argv: list[str]) -> None:
-    """Decode, enumerate, write the result file and print its tables."""
+    """Draft, enumerate, write the result file and print its tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target", type=Path)
     parser.add_argument("--head", type=Path)
@@ -189,13 +198,13 @@ def main(argv: list[str]) -> None:
     args = parser.parse_args(argv)
     inputs = (args.target, args.head, args.prompts)
     if any(inputs) != all(inputs):
-        parser.error("decoding needs --target, --head and --prompts")
-    # prompts are decoded before the enumeration, so that a wrong path is found at once
-    decoded = decode(args) if all(inputs) else {}
+        parser.error("drafts of a head need --target, --head and --prompts")
+    # the head drafts before the enumeration, so that a wrong path is found at once
+    measured = measure_drafts(args) if all(inputs) else {}
     results = {
-        "machine": made_on(prompts=args.count if decoded else 0),
+        "machine": made_on(prompts=args.count if measured else 0),
         "shapes": {name: enumerate_shape(*shape) for name, shape in SHAPES.items()},
-        "decoded": decoded,
+        "measured": measured,
     }
     write_results(args.out, results)
     print(law_table(results), table(results), sep="\n\n")

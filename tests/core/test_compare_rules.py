@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 
+from eagle.core.tree import DraftTree
 from eagle.core.verify import sample_block, sample_tree
 from tests.core import compare_rules
-from tests.core.compare_rules import Rows, compare_rows, expect_accepted
+from tests.core.compare_rules import expect_accepted, expect_on_draft
 from tests.enumerate_law import Rule
 
 # both tokens after any text, as in the example of Sun et al. 2024
@@ -40,12 +42,16 @@ def test_expected_tokens_are_those_computed_by_hand(
     assert {key for key in EXPECTED if abs(found[key] - EXPECTED[key]) > 1e-12} == wrong
 
 
-def test_metrics_are_pooled_and_paired() -> None:
-    """Both prompts gain half a token a cycle, so that the interval has no width."""
-    rows: dict[str, Rows] = {
-        "token": {(0, 0): (20, 10, 40, 20), (1, 0): (60, 20, 90, 60)},
-        "block": {(0, 0): (25, 10, 75, 25), (1, 0): (70, 20, 140, 70)},
-    }
-    figures = compare_rows(rows)["acceptance length"]
-    assert figures["block"] == pytest.approx(95 / 30)
-    assert figures["difference"] == pytest.approx((0.5, 0.5, 0.5))
+@pytest.mark.parametrize(("first", "second"), [(0, 0), (0, 1), (1, 0), (1, 1)])
+def test_expectations_on_a_draft_are_those_computed_by_hand(first: int, second: int) -> None:
+    """By token, each token is kept with min(1, p/q) if those before are; by block as the table above has it."""
+    law = TARGET[0]
+    proposal = DRAFT[0]
+    tree = replace(DraftTree.chain([0, first, second]), draft_probs=proposal.expand(3, 2))
+    kept = [min(1.0, float(law[token] / proposal[token])) for token in (first, second)]
+    expected = expect_on_draft(sample_tree, tree, lambda node: law)
+    assert expected == pytest.approx(kept[0] * (1 + kept[1]))
+    # AA is kept as a whole with probability 1/4, or not at all; of BA, B is kept in any case, and A with 1/2
+    by_block = {(0, 0): 0.5, (0, 1): 2.0, (1, 0): 1.5, (1, 1): 2.0}
+    found = expect_on_draft(sample_block, tree, lambda node: law)
+    assert found == pytest.approx(by_block[first, second])
