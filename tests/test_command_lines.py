@@ -75,6 +75,10 @@ WRONG: dict[str, list[str]] = {
         f"{GONE} --engine vllm --environment x --target {GONE} --prompts {GONE} --out x",
         f"{GONE} --engine unknown",
     ],
+    "tests.core.compare_rules": [
+        f"--target {GONE} --head x --prompts x --out x",
+        "--out x --head x",
+    ],
     "eagle": [
         *(verb for verb in VERBS if verb not in WORKING),
         *(old for old, verb in OLD_VERBS.items() if verb not in WORKING),
@@ -139,7 +143,7 @@ FREE = {
 }
 ENGINES = ("vllm", "openvino", "llamacpp")
 FOLDERS = ("data_prep", "eval", "recipes", "recipes/tiny", "bench")
-FOLDERS += ("tests/engines", "tests/recipes")
+FOLDERS += ("tests/core", "tests/engines", "tests/recipes")
 CASES = [(name, line) for name, lines in WRONG.items() for line in ("--help", "--no-such", *lines)]
 CASES += [(name, "") for name in WRONG if name not in FREE]
 SECONDS = 20  # after which a command has begun to work

@@ -114,8 +114,9 @@ class Sampling:
     repetition_penalty: float = 1.0  # penalty for tokens that are in the sequence; 1: none
     seed: int = 0  # seed of the random numbers
     request: int = 0  # number of the sequence: with one seed, each number has other random numbers
-    # how sampled drafts are verified: token by token, or as whole paths, of which at least as many tokens are accepted
-    rule: Literal["token", "block"] = "token"
+    # how sampled drafts are verified: token by token, or as whole paths ("block"), of which at least as many tokens are
+    # accepted; None: as whole paths, except with a lenience
+    rule: Literal["token", "block"] | None = None
     # LOSSY: with either of these the output does not follow the target's distribution
     lenience: float = 1.0  # LOSSY below 1
     # LOSSY: typical acceptance with (epsilon, delta)
@@ -141,14 +142,16 @@ class Sampling:
                 0 < self.repetition_penalty < math.inf,
                 "above 0; 1 is off",
             ),
-            ("rule", self.rule in ("token", "block"), "'token' or 'block'"),
+            ("rule", self.rule in ("token", "block", None), "'token', 'block' or None"),
             ("lenience", 0 < self.lenience <= 1, "above 0, at most 1 (lossless)"),
         )
         for name, holds, expected in conditions:
             if not holds:
                 raise ValueError(f"Sampling.{name} is {getattr(self, name)!r}, expected {expected}")
         if self.lenience < 1 and self.rule == "block":
-            raise ValueError("lenience is defined for the token rule alone; use rule='token'")
+            raise ValueError(
+                "lenience is defined for the token rule alone; use rule='token', or leave rule out"
+            )
         if self.typical is not None:
             self._check_typical()
 

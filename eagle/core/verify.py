@@ -330,7 +330,8 @@ def _apply_rule(
     # a sampled draft is accepted by chance, from both models' probabilities; any other draft is right or wrong
     target_probs = partial(choose.probs, output)
     if tree.draft_probs is not None:
-        if sampling.rule == "block":
+        # whole paths, by default; lenience is defined for single tokens
+        if sampling.rule != "token" and sampling.lenience == 1:
             return sample_block(tree, target_probs, choose.coin, choose.pick)
         return sample_tree(tree, target_probs, choose.coin, choose.pick, lenience=sampling.lenience)
     if sampling.lenience < 1:

@@ -82,7 +82,7 @@ SETTINGS: dict[Callable[..., Any], dict[str, list[Any]]] = {
         "repetition_penalty": [1.5, LARGE],
         "seed": [-1, 0, LARGE],
         "request": [-1, 0, LARGE],
-        "rule": [],
+        "rule": [None],
         "lenience": [],
         "typical": [None],
     },

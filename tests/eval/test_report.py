@@ -22,6 +22,8 @@ from eval.comparison.curves import curve_table
 from eval.report import conclude, markdown, page
 from eval.result_files.results import ACCEPTANCE_LENGTH, SPEED_UP, Results, ends_in_loop
 from recipes.cards import card_table
+from tests.core.compare_rules import law_table
+from tests.core.compare_rules import table as rules_table
 from tests.engines.compare_engines import table as engines_table
 from tests.engines.engine_speed import table as engine_speed_table
 from tests.engines.layout_sources import source_table
@@ -57,6 +59,8 @@ SHOWN: list[tuple[str, Callable[[Any], str], str]] = [
         engine_speed_table,
         "engine_speed_vllm engine_speed_openvino",
     ),
+    ("measurements/trees", law_table, "rules"),
+    ("measurements/trees", rules_table, "rules"),
     ("versions", source_table, "layout_sources"),
     ("versions", proven_table, "proven"),
     ("measurements/rehearsal", rehearsal_table, "rehearsal"),
