@@ -223,6 +223,15 @@ def test_near_ties_are_counted(gap: float, near_ties: int) -> None:
     assert state.near_ties == near_ties
 
 
+def test_a_likely_answer_that_has_ended_is_no_running_beam() -> None:
+    """However far it is ahead of those that run on."""
+    state = BeamState(2, Stops([3], None, VOCAB_SIZE), limit=5)
+    log_probs = torch.tensor([[-0.1, -4.0, -5.0, -7.0]] * 2)
+    state.step(log_probs, torch.tensor([3, 0, 1, 2]).expand(2, -1))
+    assert state.answers[0] == [3]
+    assert state.sequences == [[0], [1]]
+
+
 def test_drafts_save_forwards() -> None:
     """One beam is the greedy answer, which is drafted."""
     target = make_target("llama")

@@ -387,6 +387,14 @@ def test_models_that_cannot_draft_are_refused(target: Target, tmp_path: Path) ->
             load_drafter(tmp_path, target)
 
 
+def test_a_model_with_another_vocabulary_is_not_distilled(target: Target, tmp_path: Path) -> None:
+    """Its tokens would mean other words than the target's."""
+    model_of(1, 0, 50).save_pretrained(tmp_path)
+    settings = DraftModelSettings(model=str(tmp_path))
+    with pytest.raises(ValueError, match="50 tokens, the target 48"):
+        DraftModel.for_target(settings, copy.copy(target.config), target.head)
+
+
 def test_models_that_cannot_be_trained_are_refused(target: Target, tmp_path: Path) -> None:
     """Logits must be a product of states with a matrix, and a width must fit the heads."""
     for name in ("bert", "gemma2"):

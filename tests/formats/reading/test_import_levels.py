@@ -127,6 +127,15 @@ def test_the_files_that_heads_come_in(name: str, tmp_path: Path) -> None:
     assert_equal(read_head(tmp_path).state_dict(), weights)
 
 
+def test_a_single_safetensors_file_is_preferred_to_a_pickle(tmp_path: Path) -> None:
+    """Whatever its name is: nothing of a pickle is read without need."""
+    made.write(tmp_path, medusa("FasterDecoding/Medusa"))
+    (tmp_path / "model.safetensors").rename(tmp_path / "heads.safetensors")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"no pickle")
+    weights = medusa_weights(medusa_names("FasterDecoding/Medusa"))
+    assert_equal(read_head(tmp_path).state_dict(), weights)
+
+
 def test_medusa_heads_without_biases_get_zeros(tmp_path: Path) -> None:
     """vLLM's have none unless their config says so; one that is missing among others is missing."""
     config, tensors = made.saying(medusa("vLLM"), medusa_fc_bias=None)
