@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TypeVar
@@ -25,6 +26,21 @@ Drawn = tuple[DraftTree, list[Text], float]
 """A tree, the text of each of its nodes, its probability."""
 
 OPEN = -1  # stands for every token at once
+# settings of the random laws below
+TARGETS = [
+    Sampling(temperature=1.0),
+    Sampling(temperature=0.7, top_p=0.9),
+    Sampling(temperature=0.5, top_k=3),
+    Sampling(temperature=1.5, top_p=0.6, top_k=3),
+]
+DRAFTS = [
+    Sampling(temperature=1.0),
+    Sampling(temperature=0.5),
+    Sampling(temperature=1.5, top_p=0.7),
+    # leaves too few tokens where three siblings are wanted
+    Sampling(temperature=1.0, top_k=2),
+    Sampling(temperature=1.0, top_k=1),
+]
 
 
 class Chance:
@@ -96,6 +112,36 @@ def laws_of(logits: Laws, sampling: Sampling) -> Laws:
         warped = warp(rows.reshape(-1, rows.shape[-1]), sampling)
         laws.append(warped.softmax(-1).view_as(rows))
     return laws
+
+
+def random_laws(
+    seed: int,
+    vocab_size: int,
+    depth: int,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Laws, Laws]:
+    """Return distributions of a target and a draft: flat or peaked, filtered or not, sometimes equal."""
+    dice = random.Random(seed)
+    lengths = max(depth + 1, 4)
+    target_scale = dice.choice((1.0, 2.0, 6.0))
+    draft_scale = dice.choice((1.0, 4.0))
+    target_logits = random_logits(
+        seed,
+        vocab_size,
+        lengths,
+        dtype,
+        scale=target_scale,
+    )
+    draft_logits = random_logits(
+        seed + 10_000,
+        vocab_size,
+        depth,
+        dtype,
+        scale=draft_scale,
+    )
+    target = laws_of(target_logits, dice.choice(TARGETS))
+    draft = laws_of(draft_logits, dice.choice(DRAFTS))
+    return target, target if dice.random() < 0.1 else draft
 
 
 def futures(target: Laws) -> list[np.ndarray]:

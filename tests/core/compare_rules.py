@@ -23,7 +23,6 @@ from eagle.core.tree import PUBLISHED_TREE, DraftTree, chain_paths
 from eagle.core.verify import Probs, sample_block, sample_tree
 from eagle.log import progress, script
 from eval.result_files.statistics import Estimate, estimate, format_number
-from tests.core.test_verify_law import random_laws
 from tests.enumerate_law import (
     Chance,
     Laws,
@@ -33,6 +32,7 @@ from tests.enumerate_law import (
     emitted,
     every_outcome,
     futures,
+    random_laws,
 )
 
 PAIRS = 100  # of random distributions of a target and a draft, for each shape

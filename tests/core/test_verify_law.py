@@ -38,26 +38,13 @@ from tests.enumerate_law import (
     every_outcome,
     futures,
     laws_of,
+    random_laws,
     random_logits,
     texts_of,
 )
 
 PLAIN = Sampling(temperature=1.0)
 FILTERED = Sampling(temperature=0.7, top_p=0.9)
-TARGETS = [
-    PLAIN,
-    FILTERED,
-    Sampling(temperature=0.5, top_k=3),
-    Sampling(temperature=1.5, top_p=0.6, top_k=3),
-]
-DRAFTS = [
-    PLAIN,
-    Sampling(temperature=0.5),
-    Sampling(temperature=1.5, top_p=0.7),
-    # leaves too few tokens where three siblings are wanted
-    Sampling(temperature=1.0, top_k=2),
-    Sampling(temperature=1.0, top_k=1),
-]
 
 # children of each node by depth, vocabulary, number of random distributions
 Shape = tuple[tuple[int, ...], int, int]
@@ -67,36 +54,6 @@ LONG_CHAIN: Shape = ((1, 1, 1), 4, 80)
 SIBLINGS: Shape = ((3,), 5, 80)
 TREE: Shape = ((2, 1), 4, 40)
 WIDE_TREE: Shape = ((2, 2), 4, 8)
-
-
-def random_laws(
-    seed: int,
-    vocab_size: int,
-    depth: int,
-    dtype: torch.dtype = torch.float64,
-) -> tuple[Laws, Laws]:
-    """Return distributions of a target and a draft: flat or peaked, filtered or not, sometimes equal."""
-    dice = random.Random(seed)
-    lengths = max(depth + 1, 4)
-    target_scale = dice.choice((1.0, 2.0, 6.0))
-    draft_scale = dice.choice((1.0, 4.0))
-    target_logits = random_logits(
-        seed,
-        vocab_size,
-        lengths,
-        dtype,
-        scale=target_scale,
-    )
-    draft_logits = random_logits(
-        seed + 10_000,
-        vocab_size,
-        depth,
-        dtype,
-        scale=draft_scale,
-    )
-    target = laws_of(target_logits, dice.choice(TARGETS))
-    draft = laws_of(draft_logits, dice.choice(DRAFTS))
-    return target, target if dice.random() < 0.1 else draft
 
 
 def random_cases(
