@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from eagle.data.identity import target_identity
@@ -198,7 +199,7 @@ def lint(head: HeadFolder, network: Network | None) -> list[Finding]:
         head: The checkpoint, after `match`.
         network: Its network; None if it was not recognised, so that only its problems are known.
     """
-    findings = list(head.problems)
+    findings = [_mark_refusal(problem) for problem in head.problems]
     if network is not None and head.shape:
         for check in CHECKS:
             try:
@@ -209,6 +210,13 @@ def lint(head: HeadFolder, network: Network | None) -> list[Finding]:
     # a fault may be found twice: list it once, as it was found last
     unique = list({finding.what: finding for finding in findings}.values())
     return sorted(unique, key=lambda finding: not finding.fatal)
+
+
+def _mark_refusal(problem: Finding) -> Finding:
+    """Return a problem that prevents an import; where engines do not mind, it says that only the import fails."""
+    if problem.fatal or problem.fix:
+        return problem
+    return replace(problem, fix="`eagle import` refuses the head for it")
 
 
 def describe_fault(found: FoundFault) -> Finding:

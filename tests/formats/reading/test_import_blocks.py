@@ -266,6 +266,14 @@ def test_a_damaged_head_is_refused(
     assert_refused(made.write(tmp_path / "head", head), words, target)
 
 
+def test_inspect_says_that_an_import_would_fail(tmp_path: Path) -> None:
+    """Where the head is sound, and only this project has no counterpart of a part of it."""
+    head = change_head(zlab(), {SINK: made.drawn(2)})
+    found = inspect(made.write(tmp_path / "head", head))
+    assert not found.fatal
+    assert "no head here has that. `eagle import` refuses the head for it" in str(found)
+
+
 @pytest.mark.parametrize("head", [zlab(), dspark()])
 def test_a_mask_row_beside_a_head_is_refused(head: made.Head, tmp_path: Path) -> None:
     """vLLM puts that file in place of the target's row; it is not passed over, and its pickle does not run."""
