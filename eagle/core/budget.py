@@ -183,9 +183,13 @@ def describe_budget(budget: Mapping[str, Any]) -> str:
     if budget.get("confidence") is not None:
         how += f", confidence from {budget['confidence']:g}"
     if budget.get("paths"):
-        return f"fixed tree of {nodes} nodes, depth {depth}{how}"
-    # one child for each node, or a single node: a chain, which ends at the smaller of both limits
-    if budget["top_k"] == 1 or nodes == depth == 1:
-        length = min(nodes, depth)
-        return f"chain of {length} token{'' if length == 1 else 's'}{how}"
-    return f"tree of {nodes} nodes, depth {depth}, top-k {budget['top_k']}{how}"
+        is_chain = nodes == depth
+        tree = f"fixed tree of {nodes} nodes, depth {depth}"
+    else:
+        # one child for each node, or a single node: a chain, which ends at the smaller of both limits
+        is_chain = budget["top_k"] == 1 or nodes == depth == 1
+        tree = f"tree of {nodes} nodes, depth {depth}, top-k {budget['top_k']}"
+    length = min(nodes, depth)
+    if is_chain:
+        tree = f"chain of {length} token{'' if length == 1 else 's'}"
+    return tree + how

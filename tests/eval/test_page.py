@@ -274,8 +274,10 @@ def test_trees_are_described_by_their_shape() -> None:
 
     assert describe_tree({"budget": budget}) == "chain of 4 tokens"
 
-    fixed = {**budget, "paths": [[0], [1]], "top_k": 2}
-    assert describe_tree({"budget": fixed}) == "fixed tree of 4 nodes, depth 4"
+    fixed = {**budget, "nodes": 2, "depth": 1, "paths": [[0], [1]]}
+    assert describe_tree({"budget": fixed}) == "fixed tree of 2 nodes, depth 1"
+    fixed = {**budget, "nodes": 2, "depth": 2, "paths": [[0], [0, 0]]}
+    assert describe_tree({"budget": fixed}) == "chain of 2 tokens"
     shown = describe_tree({"budget": {**budget, "top_k": 2}, "policy": "goodput"})
     assert shown == "tree of 4 nodes, depth 4, top-k 2 at most, chosen each cycle"
     assert describe_tree({}) == ""
