@@ -19,6 +19,8 @@ METHODS = {
     "Eagle3Qwen3ForCausalLM": "eagle3",
     "MedusaModel": "medusa",
     "DFlashDraftModel": "dflash",
+    "DFlash2DraftModel": "dflash",
+    "LiLiCorrDraftModel": "dflash",
     "Qwen3DSparkModel": "dspark",
     "MiMoForCausalLM": "mtp",
     "Glm4MoeForCausalLM": "mtp",
@@ -33,6 +35,8 @@ READS = {
     # deepseek_mtp.py
     "DeepseekV3ForCausalLM": ("blank_first",),
 }
+# architectures that only vLLM's V2 runner serves
+V2_ARCHITECTURES = {"Qwen3DSparkModel", "DFlash2DraftModel", "LiLiCorrDraftModel"}
 # the last version that has a method
 LAST = {"medusa": "0.32"}
 # config keys of heads that draft all positions by one forward
@@ -65,6 +69,13 @@ def check_version(method: str, version: str) -> None:
         )
 
 
+def needs_interpreter(config: dict[str, Any]) -> bool:
+    """Return whether only the V2 runner serves a head with this config; its kernels need Triton."""
+    # layers with a window beside layers without one
+    is_mixed = len(set(config.get("layer_types") or [])) > 1
+    return is_mixed or config["architectures"][0] in V2_ARCHITECTURES
+
+
 def interpret_kernels() -> None:
     """Let Triton's own interpreter run the kernels that the V2 runner has for Triton alone.
 
@@ -77,6 +88,28 @@ def interpret_kernels() -> None:
     backends.backends = {
         "cpu": SimpleNamespace(compiler=compiler, driver=SimpleNamespace(is_active=lambda: True))
     }
+    accept_integer_masks()
+
+
+def accept_integer_masks() -> None:
+    """Let the interpreter load and store behind masks that it has made integers of, as the walk over candidates has."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    load = InterpreterBuilder.create_masked_load
+    store = InterpreterBuilder.create_masked_store
+
+    def as_bool(mask: Any) -> Any:
+        mask.data = mask.data.astype(bool)
+        return mask
+
+    def masked_load(self: Any, pointers: Any, mask: Any, *more: Any) -> Any:
+        return load(self, pointers, as_bool(mask), *more)
+
+    def masked_store(self: Any, pointers: Any, values: Any, mask: Any, *more: Any) -> Any:
+        return store(self, pointers, values, as_bool(mask), *more)
+
+    InterpreterBuilder.create_masked_load = masked_load
+    InterpreterBuilder.create_masked_store = masked_store
 
 
 def norm_each_layer() -> None:
@@ -120,7 +153,7 @@ def timed(llm: Any, prompt: Any, sampling: Any) -> tuple[Any, dict[str, Any]]:
 def load_engine(job: dict[str, Any], config: dict[str, Any]) -> Any:
     """Return vLLM with the target of a job and its head, or with the target alone if the job is `plain`."""
     head = read_method(config)
-    if head["method"] == "dspark":
+    if needs_interpreter(config):
         interpret_kernels()
     if config["architectures"][0] == "DeepseekV3ForCausalLM":
         # no latent attention: the layer is a Llama's
