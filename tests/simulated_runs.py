@@ -280,7 +280,11 @@ def start_run(
         validation=0,
         **settings,
     )
-    recipe: Any = SimpleNamespace(train=section, features=SimpleNamespace(store=None))
+    recipe: Any = SimpleNamespace(
+        train=section,
+        features=SimpleNamespace(store=None),
+        data=SimpleNamespace(images=None),
+    )
     # weights and stored features come from the CPU's model, so that both devices train on the same
     torch.manual_seed(0)
     cpu_target = new_target(CPU)
