@@ -30,6 +30,8 @@ from eval.tune import CHAINS, Tuning, answer_prompts, chain, dynamic, search
 
 TUNED = "tuned"
 CANDIDATES = [*map(chain, CHAINS), *dynamic()]
+# with the chain of a block of 16 slots
+TABLE_SHAPES = {**SHAPES, "chain 15": chain(15)}
 PENDING = 2  # tokens that a drafter reads in its first forward of a cycle
 
 
@@ -44,7 +46,7 @@ def read_weights(size: str) -> float | None:
 def list_arms(recipe: Recipe, batch: int) -> list[str]:
     """Return all arms of a setting, plain decoding first; transformers assists and looks up one sequence alone."""
     peers = [THEIRS] if batch > 1 else list(PEERS)
-    drafted = product(recipe.eval.drafters, (*SHAPES, TUNED, POLICY))
+    drafted = product(recipe.eval.drafters, (*TABLE_SHAPES, TUNED, POLICY))
     return [PLAIN, *peers, *(f"{name}, {shape}" for name, shape in drafted)]
 
 
@@ -105,7 +107,7 @@ class SpeedRun:
         tuning = Tuning(small, drafter, answers, costs)
         self.budgets[name] = search(tuning, CANDIDATES).budget
 
-        for shape, budget in {**SHAPES, TUNED: self.budgets[name]}.items():
+        for shape, budget in {**TABLE_SHAPES, TUNED: self.budgets[name]}.items():
             rows = costs.rows(drafter, budget, PENDING)
             # a drafter without forwards has no modelled cost
             if rows is not None:
@@ -121,7 +123,7 @@ class SpeedRun:
         if shape == TUNED:
             return self.tune(name)
         if shape != POLICY:
-            return SHAPES[shape]
+            return TABLE_SHAPES[shape]
         # a policy stays within the tuned budget, in a batch within a chain of 3
         budget = self.tune(name) if len(prompts) == 1 else chain(3)
         return self.wide.policy(name, prompts, budget if budget.nodes else chain(3))
