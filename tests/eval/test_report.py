@@ -52,7 +52,11 @@ SHOWN: list[tuple[str, Callable[[Any], str], str]] = [
     ("../README", speed_headline, "smollm2_speed"),
     ("measurements/decoding-speed", speed_table, SPEED),
     ("measurements/decoding-speed", speed_machine, SPEED),
-    ("measurements/serving", engines_table, "engines engines_newest engines_smollm2"),
+    (
+        "measurements/serving",
+        engines_table,
+        "engines engines_blocks engines_newest engines_smollm2",
+    ),
     ("measurements/serving", llamacpp_table, "llamacpp_speed"),
     (
         "measurements/serving",
@@ -71,8 +75,10 @@ SHOWN: list[tuple[str, Callable[[Any], str], str]] = [
     (
         "measurements/blocks",
         comparison_table,
-        "compare_blocks compare_blocks_chat compare_smollm2_blocks",
+        "compare_blocks compare_blocks_chat compare_smollm2_blocks compare_smollm2_blocks16",
     ),
+    ("measurements/blocks", speed_table, "blocks_speed"),
+    ("measurements/blocks", speed_machine, "blocks_speed"),
     (
         "measurements/training-runs",
         comparison_table,
