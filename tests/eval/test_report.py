@@ -46,7 +46,10 @@ def speed_machine(results: Any) -> str:
     return machine_line(results["machine"])
 
 
-SPEED = "smollm2_speed smollm2_mtbench qwen_speed speed_tables speed_drawn speed_batches speed_sizes speed_contexts"
+SPEED = (
+    "smollm2_speed smollm2_mtbench smollm2_settings qwen_speed "
+    "speed_tables speed_drawn speed_batches speed_sizes speed_contexts"
+)
 # a page, the function that prints its tables, and their result files
 SHOWN: list[tuple[str, Callable[[Any], str], str]] = [
     ("../README", speed_headline, "smollm2_speed"),
@@ -83,7 +86,7 @@ SHOWN: list[tuple[str, Callable[[Any], str], str]] = [
         "measurements/training-runs",
         comparison_table,
         "compare_smollm2 compare_smollm2_methods compare_smollm2_rest compare_smollm2_curve "
-        "compare_smollm2_text",
+        "compare_smollm2_400k compare_smollm2_text",
     ),
     ("measurements/methods", comparison_table, "compare_sources"),
     ("measurements/drafters", comparison_table, "compare_self"),
