@@ -7,12 +7,12 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import date
 from pathlib import Path
-from time import perf_counter, process_time
 from typing import Any
 
 import torch
 import transformers
 
+from eagle.decoding.cycle_times import clock_of
 from eagle.shipped import commit
 from eval.result_files.results import device_name
 
@@ -44,11 +44,8 @@ def describe_code() -> dict[str, Any]:
 
 
 def clock(device: str) -> float:
-    """Return CPU seconds of this process, or seconds once an accelerator has done all that it was given."""
-    if device == "cpu":
-        return process_time()
-    torch.accelerator.synchronize()
-    return perf_counter()
+    """Return CPU seconds on one thread; otherwise seconds, once an accelerator has done all that it was given."""
+    return clock_of(torch.device(device))()
 
 
 def measure_peak(dtype: torch.dtype, device: str = "cpu", size: int = 2048) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable
 from functools import partial
-from time import perf_counter, process_time
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from eagle import Budget, Sampling, Target, load_drafter, stream
 from eagle.core.budget import Policy
 from eagle.core.drafter import Drafter
 from eagle.core.trace import Trace
+from eagle.decoding.cycle_times import clock_of
 from eagle.decoding.goodput import Goodput
 from eagle.drafters.draft_model import DraftModel
 from eagle.target.weights.packed import pack_model
@@ -51,19 +51,22 @@ Prompts = list[list[int]]
 
 
 class Watch(StoppingCriteria):
-    """Times decoding from the moment at which every request has a token, which leaves out the prefill."""
+    """Times decoding from the moment at which every request has a token, which leaves out the prefill.
 
-    def __init__(self) -> None:
-        self.cpu = 0.0
-        self.wall = 0.0
+    Args:
+        device: Where the target is; on one CPU thread CPU seconds count.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.clock = clock_of(device)
+        self.begun = 0.0
         self.tokens = 0
 
     def begin(self, tokens: int) -> None:
         """Note that all requests have a token, and the number of tokens."""
         # assisted generation of older versions asks about drafts, too, before it knows which are kept
         if not self.tokens or tokens < self.tokens:
-            self.cpu = process_time()
-            self.wall = perf_counter()
+            self.begun = self.clock()
             self.tokens = tokens
 
     def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
@@ -73,9 +76,8 @@ class Watch(StoppingCriteria):
 
     def figures(self, tokens: int) -> dict[str, Any]:
         """Return tokens and seconds since then."""
-        cpu = process_time() - self.cpu
-        wall = perf_counter() - self.wall
-        return {"tokens": tokens - self.tokens, "cpu": round(cpu, 4), "wall": round(wall, 4)}
+        seconds = round(self.clock() - self.begun, 4)
+        return {"tokens": tokens - self.tokens, "seconds": seconds}
 
 
 def decode_here(
@@ -100,7 +102,7 @@ def decode_here(
     options = {"budget": plan, "sampling": sampling, "max_new_tokens": max_new_tokens, "stop": []}
     # a drafter reuses what the target has read of a prompt before
     target.forget()
-    watch = Watch()
+    watch = Watch(target.device)
     if len(prompts) == 1:
         steps: Any = stream(target, drafter, prompts[0], trace=traces[0], **options)
     else:
@@ -139,7 +141,7 @@ def decode_there(
     if sampling.temperature:
         draws = {"do_sample": True, "temperature": sampling.temperature, "top_k": 0, "top_p": 1.0}
     torch.manual_seed(sampling.request)
-    watch = Watch()
+    watch = Watch(model.device)
     written = model.generate(
         ids,
         attention_mask=mask.long(),

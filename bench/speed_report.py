@@ -78,8 +78,8 @@ def total(rows: Rows, key: str) -> Any:
 
 
 def tokens_per_second(rows: Rows) -> float:
-    """Return the tokens per CPU second of an arm."""
-    return float(total(rows, "tokens") / total(rows, "cpu"))
+    """Return the tokens per second of an arm."""
+    return float(total(rows, "tokens") / total(rows, "seconds"))
 
 
 def compare(rows: Rows, base: Rows | None) -> list[float | None] | None:
@@ -96,7 +96,7 @@ def compare(rows: Rows, base: Rows | None) -> list[float | None] | None:
         return None
     clusters = {}
     for i, (row, base_row) in enumerate(zip(rows, base, strict=True)):
-        clusters[i] = [[row["tokens"], row["cpu"], base_row["tokens"], base_row["cpu"]]]
+        clusters[i] = [[row["tokens"], row["seconds"], base_row["tokens"], base_row["seconds"]]]
     found = estimate(clusters, lambda sums: sums[0] / sums[1] / (sums[2] / sums[3]))
     # the interval of a single prompt is infinite
     return [round(value, 3) if abs(value) < 1e9 else None for value in found]
@@ -160,9 +160,9 @@ def name_setting(setting: Setting) -> str:
     """Return a setting in words."""
     batch = f"batch size {setting.batch}"
     context = f", prompts of {setting.context} tokens" if setting.context else ""
-    sizes = {OWN: "the target as it is"}
-    size = sizes.get(setting.size, setting.size)
-    return f"{size}, {setting.dtype}, one thread, {batch}, T = {setting.temperature:g}{context}"
+    size = "the target as it is" if setting.size == OWN else setting.size
+    threads = "one thread" if setting.threads == 1 else f"{setting.threads} threads"
+    return f"{size}, {setting.dtype}, {threads}, {batch}, T = {setting.temperature:g}{context}"
 
 
 def headline(results: dict[str, Any]) -> str:

@@ -7,7 +7,6 @@ of a setting take turns at each batch of prompts.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
@@ -55,10 +54,11 @@ def read_prompts(recipe: Recipe, target: Any, context: int) -> list[list[int]]:
     prompts = []
     for question in questions(recipe):
         prompt = encode_prompt(recipe, target, question)
-        if prompt is not None and context:
+        if prompt is None:
+            continue
+        if context:
             prompt = (prompt * (context // len(prompt) + 1))[-context:]
-        if prompt is not None:
-            prompts.append(prompt)
+        prompts.append(prompt)
     return prompts
 
 
@@ -182,19 +182,20 @@ def main(argv: list[str]) -> None:
         "--size", default="1 B", help="of the widened target, or 'own': not widened (default: 1 B)"
     )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    parser.add_argument("--threads", type=int, default=1, help="of a CPU (default: 1)")
     parser.add_argument("--context", type=int, default=0, help="tokens of a prompt; 0: its own")
     parser.add_argument("--arms", nargs="+", help="only these beside 'none', as 'eagle1, chain 3'")
     parser.add_argument("--out", type=Path, default=Path("docs/results/speed_tables.json"))
     args = parser.parse_intermixed_args(argv)
     recipe = Recipe.load(args.recipe, args.overrides)
-    torch.set_num_threads(1)
+    torch.set_num_threads(args.threads)
     run = SpeedRun(recipe, args.size, args.dtype)
     cells = []
     for batch, temperature in product(recipe.eval.batch_size, recipe.eval.temperatures):
         setting = Setting(
             size=args.size,
             dtype=args.dtype,
-            threads=1,
+            threads=args.threads,
             context=args.context,
             batch=batch,
             temperature=temperature,
@@ -205,9 +206,10 @@ def main(argv: list[str]) -> None:
         ]
         figures = run.time_arms(setting, arms)
         cells += compute_cells(setting, figures, run.costs if batch == 1 else {})
-    target = Path(recipe.target.path).name
     results: dict[str, Any] = {
-        "machine": made_on(target=target, new_tokens=recipe.eval.max_new_tokens),
+        "machine": made_on(
+            target=Path(recipe.target.path).name, new_tokens=recipe.eval.max_new_tokens
+        ),
         "shares": run.wide.shares,
         "budgets": {name: str(budget) for name, budget in run.budgets.items()},
         "cells": cells,
@@ -217,5 +219,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     script(main)

@@ -147,7 +147,7 @@ def measure_arm(context: Context, size: str, batch: int, arm: str) -> Figures:
         if arm not in PEERS and batch == 1:
             figures["seconds of a cycle"] = time_parts(wide, name, plan, prompts[0])
     identical = sum(map(list.__eq__, answers, expected))
-    rate = figures["tokens"] / figures["wall"]
+    rate = figures["tokens"] / figures["seconds"]
     line = f"{rate:,.1f} tokens/s"
     if figures.get("cycles"):
         line += f", tau {figures['committed'] / figures['cycles']:.2f}"

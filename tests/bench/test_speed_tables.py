@@ -12,7 +12,7 @@ import yaml
 
 from bench import speed_arms, speed_tables
 from bench.speed_arms import HEAD_SHARE, MODEL_SHARE, widen_drafter
-from bench.speed_report import Setting, compute_cells
+from bench.speed_report import Setting, compute_cells, table
 from bench.speed_tables import group_prompts, list_arms, main
 from bench.widen import count_weights
 from eagle import Budget, Target, generate, load_drafter
@@ -126,9 +126,13 @@ def test_wrong_answers_are_counted(
 def test_a_real_target_decodes_as_it_is(recipe: Path, tmp_path: Path) -> None:
     """Neither the target nor a drafter is widened, and its row names no size."""
     out = tmp_path / "own.json"
-    options = ["--size", "own", "--dtype", "float32", "--out", str(out)]
+    options = ["--size", "own", "--dtype", "float32", "--threads", "2", "--out", str(out)]
+    before = torch.get_num_threads()
     main([str(recipe), *options, "--arms", "eagle1, chain 3", "transformers"])
+    torch.set_num_threads(before)
     results = json.loads(out.read_text())
+    assert results["machine"]["threads"] == 2
+    assert "2 threads" in table(results)
     assert results["shares"] == {}
     cells = {cell["arm"]: cell for cell in results["cells"]}
     assert list(cells) == ["none", "transformers", "eagle1, chain 3"]
@@ -172,7 +176,7 @@ def test_speedups_are_of_the_same_prompts() -> None:
     """With an interval over batches; assisted generation is that of its faster settings."""
 
     def rows(*seconds: float) -> list[dict[str, Any]]:
-        return [{"cpu": cpu, "tokens": 10, "unequal": 0, "texts": 1} for cpu in seconds]
+        return [{"seconds": time, "tokens": 10, "unequal": 0, "texts": 1} for time in seconds]
 
     arms = {
         "none": rows(4.0, 4.0, 4.0),
