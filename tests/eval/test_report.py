@@ -47,8 +47,8 @@ def speed_machine(results: Any) -> str:
 
 
 SPEED = (
-    "smollm2_speed smollm2_mtbench smollm2_settings qwen_speed "
-    "speed_tables speed_drawn speed_batches speed_sizes speed_contexts"
+    "smollm2_speed smollm2_mtbench smollm2_settings smollm2_threads "
+    "qwen_speed speed_tables speed_drawn speed_batches speed_sizes speed_contexts"
 )
 # a page, the function that prints its tables, and their result files
 SHOWN: list[tuple[str, Callable[[Any], str], str]] = [
