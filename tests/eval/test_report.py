@@ -86,7 +86,7 @@ SHOWN: list[tuple[str, Callable[[Any], str], str]] = [
         "measurements/training-runs",
         comparison_table,
         "compare_smollm2 compare_smollm2_methods compare_smollm2_rest compare_smollm2_curve "
-        "compare_smollm2_400k compare_smollm2_text compare_qwen_methods",
+        "compare_smollm2_400k compare_smollm2_passes compare_smollm2_text compare_qwen_methods",
     ),
     ("measurements/methods", comparison_table, "compare_sources"),
     ("measurements/drafters", comparison_table, "compare_self"),
