@@ -43,11 +43,6 @@ def describe_code() -> dict[str, Any]:
     }
 
 
-def clock(device: str) -> float:
-    """Return CPU seconds on one thread; otherwise seconds, once an accelerator has done all that it was given."""
-    return clock_of(torch.device(device))()
-
-
 def measure_peak(dtype: torch.dtype, device: str = "cpu", size: int = 2048) -> float:
     """Return the operations a second of a matrix product, the best of a square one at two sizes.
 
@@ -57,6 +52,7 @@ def measure_peak(dtype: torch.dtype, device: str = "cpu", size: int = 2048) -> f
         size: The side of the larger product; the smaller one has a quarter of it.
     """
     best = 0.0
+    clock = clock_of(torch.device(device))
     # without instructions for bf16 the large product takes a minute, and a small one tells as much
     for side in (size // 4, size):
         left = torch.randn(side, side, device=device).to(dtype)
@@ -66,10 +62,10 @@ def measure_peak(dtype: torch.dtype, device: str = "cpu", size: int = 2048) -> f
         # the first try allocates; products on an accelerator are timed together
         repeats = 1 if device == "cpu" else 20
         for _ in range(3):
-            start = clock(device)
+            start = clock()
             for _ in range(repeats):
                 left @ left
-            best = max(best, repeats * flops / (clock(device) - start))
+            best = max(best, repeats * flops / (clock() - start))
     return best
 
 

@@ -7,6 +7,7 @@ of a setting take turns at each batch of prompts.
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
@@ -175,8 +176,8 @@ def count_unequal(
     return sum(answer != expected for answer, expected in zip(answers, plain, strict=True))
 
 
-def main(argv: list[str]) -> None:
-    """Time the arms, and write and print their table."""
+def read_options(argv: list[str]) -> Namespace:
+    """Return the options of the command line."""
     parser = command_line("python -m bench.speed_tables", __doc__)
     parser.add_argument(
         "--size", default="1 B", help="of the widened target, or 'own': not widened (default: 1 B)"
@@ -187,6 +188,14 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--arms", nargs="+", help="only these beside 'none', as 'eagle1, chain 3'")
     parser.add_argument("--out", type=Path, default=Path("docs/results/speed_tables.json"))
     args = parser.parse_intermixed_args(argv)
+    if args.threads < 1:
+        parser.error(f"got --threads {args.threads}, expected at least 1")
+    return args
+
+
+def main(argv: list[str]) -> None:
+    """Time the arms, and write and print their table."""
+    args = read_options(argv)
     recipe = Recipe.load(args.recipe, args.overrides)
     torch.set_num_threads(args.threads)
     run = SpeedRun(recipe, args.size, args.dtype)

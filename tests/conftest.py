@@ -8,7 +8,7 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 from itertools import count
 from pathlib import Path
@@ -175,6 +175,14 @@ def using(base: Any) -> Callable[[str], Any]:
         return base
 
     return chosen
+
+
+@pytest.fixture
+def same_threads() -> Iterator[None]:
+    """Leave torch with as many threads as it had."""
+    num_threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture

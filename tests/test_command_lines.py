@@ -122,7 +122,7 @@ WRONG: dict[str, list[str]] = {
     "recipes/tiny/demo.py": ["unknown"],
     "tests/recipes/training_memory.py": ["--out"],
     "bench/invariance.py": [GONE, f"{GONE} --dtype float64"],
-    "bench/speed_tables.py": [GONE, f"{GONE} --dtype float16"],
+    "bench/speed_tables.py": [GONE, f"{GONE} --dtype float16", f"{GONE} --threads 0"],
     "bench/rehearsal.py": ["--size unknown", "--methods unknown", "--folder ."],
     "bench/llamacpp.py": ["a b c", f"{GONE} b c d --prompts {GONE}"],
     "bench/train_speed.py": ["--rounds few", "--dtypes unknown"],

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from eagle.device import ThreadsOfLongWork, choose_threads
 
-
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    """Leave torch as it was."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("same_threads")
 
 
 class Work:

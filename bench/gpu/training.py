@@ -12,9 +12,10 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig
 
 from bench.gpu.worker import Context, Figures, Unit
-from bench.machine import clock, measure_peak
+from bench.machine import measure_peak
 from bench.steps import Step, Text, Work, llama, our_side, published_side
 from eagle.core.drafter import TrainableDrafter
+from eagle.decoding.cycle_times import clock_of
 from recipes.footprint import EmptyRun, Footprint
 
 LLAMA_8B = llama(128256, 4096, 14336, heads=32, layers=32, key_heads=8)
@@ -77,11 +78,12 @@ def time_step(step: Step, device: str, steps: int = 4, windows: int = 3) -> floa
         windows: How often that is repeated.
     """
     times = []
+    clock = clock_of(torch.device(device))
     for _ in range(windows):
-        start = clock(device)
+        start = clock()
         for i in range(steps):
             step(i % 2)
-        times.append((clock(device) - start) / steps)
+        times.append((clock() - start) / steps)
     return median(times)
 
 
@@ -106,7 +108,8 @@ def profile_step(step: Step, device: str) -> str:
     with profile(activities=activities, record_shapes=True) as profiler:
         for i in range(2):
             step(i)
-        clock(device)
+        # reading it waits for the device
+        clock_of(torch.device(device))()
     averages = profiler.key_averages(group_by_input_shape=True)
     by = "self_cpu_time_total" if device == "cpu" else "self_device_time_total"
     return str(averages.table(sort_by=by, row_limit=NUM_OPERATIONS))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 import yaml
 
 from bench import speed_arms, speed_tables
-from bench.speed_arms import HEAD_SHARE, MODEL_SHARE, widen_drafter
+from bench.speed_arms import HEAD_SHARE, MODEL_SHARE, Watch, widen_drafter
 from bench.speed_report import Setting, compute_cells, table
 from bench.speed_tables import group_prompts, list_arms, main
 from bench.widen import count_weights
@@ -21,6 +22,8 @@ from eagle.drafters.recurrent.eagle1 import Eagle1
 from eagle.formats.checkpoint import save_head
 from eagle.recipe import Recipe
 
+# `main` sets the number of threads
+pytestmark = pytest.mark.usefixtures("same_threads")
 ARMS = [
     "none",
     "transformers",
@@ -126,18 +129,25 @@ def test_wrong_answers_are_counted(
 def test_a_real_target_decodes_as_it_is(recipe: Path, tmp_path: Path) -> None:
     """Neither the target nor a drafter is widened, and its row names no size."""
     out = tmp_path / "own.json"
-    options = ["--size", "own", "--dtype", "float32", "--threads", "2", "--out", str(out)]
-    before = torch.get_num_threads()
+    options = ["--size", "own", "--dtype", "float32", "--out", str(out)]
     main([str(recipe), *options, "--arms", "eagle1, chain 3", "transformers"])
-    torch.set_num_threads(before)
     results = json.loads(out.read_text())
-    assert results["machine"]["threads"] == 2
-    assert "2 threads" in table(results)
     assert results["shares"] == {}
     cells = {cell["arm"]: cell for cell in results["cells"]}
     assert list(cells) == ["none", "transformers", "eagle1, chain 3"]
     assert cells["eagle1, chain 3"]["unequal"] == [0, 2]
     assert cells["transformers"]["unequal"] == [0, 2]
+
+
+def test_several_threads_are_timed_in_wall_seconds(recipe: Path, tmp_path: Path) -> None:
+    """CPU seconds would add up those of all threads; the table tells the number."""
+    out = tmp_path / "threads.json"
+    options = ["--size", "own", "--dtype", "float32", "--threads", "2", "--out", str(out)]
+    main([str(recipe), *options, "--arms", "none"])
+    results = json.loads(out.read_text())
+    assert results["machine"]["threads"] == 2
+    assert "2 threads" in table(results)
+    assert Watch(torch.device("cpu")).clock is perf_counter
 
 
 @pytest.mark.parametrize(("kind", "share"), [("head", HEAD_SHARE), ("model", MODEL_SHARE)])
